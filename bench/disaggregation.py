@@ -26,18 +26,18 @@ from typing import Any
 
 import msgspec
 
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import Roles
-from tidemill.events import Event
 from tidemill.planning.cluster import DECODE, PREFILL, Cluster, EngineSpec, Job
 from tidemill.planning.cost import Curve, FittedCost
 from tidemill.planning.profile import Profile
 from tidemill.planning.simulator import SimConfig
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 _COPY_RATE = 5e9  # bytes a second by which pages move between engines, in the simulator
 LOADS = {"light": (0.1, 0.08), "heavy": (0.2, 0.15)}  # chats and documents a second

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tidemill import LLM
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 
 def make_texts(num: int, seed: int = 0) -> list[str]:

@@ -47,8 +47,8 @@ from tidemill.kernels.cuda.gemm import (
 from tidemill.kernels.cuda.launch import capturing
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.runner.cuda_runner import CudaRunner
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},

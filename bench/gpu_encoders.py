@@ -23,10 +23,10 @@ from tests.encoders import make_encoder
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.inputs import second_text
 from tidemill.runner.cuda_encoder import CudaEncoder
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.inputs import second_text
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 _VOCABULARY = 30000
 _COSINE, _SCORE = 0.999, 0.02  # at least; at most

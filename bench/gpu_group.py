@@ -26,11 +26,11 @@ SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
 def measure(path: Path, rank: int, size: int) -> None:
     import torch
 
+    from tidemill.distributed.channel import Door
+    from tidemill.distributed.cuda import CudaGroup
+    from tidemill.distributed.peers import Devices, meet_peers, on_devices
+    from tidemill.distributed.sockets import SocketGroup
     from tidemill.kernels.cuda.nccl import Library
-    from tidemill.parallel.channel import Door
-    from tidemill.parallel.cuda import CudaGroup
-    from tidemill.parallel.peers import Devices, meet_peers, on_devices
-    from tidemill.parallel.sockets import SocketGroup
 
     os.environ |= as_host(rank)
     faulthandler.dump_traceback_later(50, exit=True)  # it hangs
@@ -106,8 +106,8 @@ def time_engine(num_ranks: int, is_remote: bool = False) -> None:
     from bench.gpu_workloads import MODELS
     from tidemill.config import EngineOptions
     from tidemill.engine.load import load_core
-    from tidemill.sampling import SamplingParams
-    from tidemill.wire import Submit
+    from tidemill.types.sampling import SamplingParams
+    from tidemill.types.wire import Submit
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS["llama8b"]))

@@ -22,8 +22,8 @@ from tidemill.engine.load import load_core
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 SETTINGS = {"medusa": {"num_heads": 4}, "eagle": {}, "exit": {"layer": 2}}
 

@@ -40,9 +40,9 @@ from tidemill.kernels.cuda import attention, hopper_fp8, kv_write
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, views
 from tidemill.kernels.rope import rope_frequencies, rope_tables
-from tidemill.kv_format import FORMATS
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.kv_format import FORMATS
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 NAMES: tuple[str, ...] = ("fp8", "int8")  # --formats
 RATE = 4.25e12  # bytes a second that an H200 reads

@@ -21,9 +21,9 @@ from bench.gpu_workloads import MODELS
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.kv_policy import read_policy
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.kv_policy import read_policy
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 @cache

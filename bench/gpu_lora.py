@@ -30,9 +30,9 @@ from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.kernels.pending import with_added
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.quant.cuda import CudaWeight
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.lora import LoraPair
-from tidemill.wire import Submit
 
 
 class Lists(CudaLoras):

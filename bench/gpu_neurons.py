@@ -31,9 +31,9 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.layers.split_neurons import NeuronSplit
 from tidemill.layers.streamed import resident_bytes
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.neurons import TENSORS, tensor_name
-from tidemill.wire import Submit
 
 _TOKENS, _VOCABULARY = 24, 8192
 LENGTHS = range(16, 48)  # of the prompts whose answers are compared

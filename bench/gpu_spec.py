@@ -23,16 +23,16 @@ from typing import Any
 import torch
 
 from bench.gpu_workloads import MODELS
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec import SLOPES, Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
-from tidemill.sampling import SamplingParams
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import RandomTensor
-from tidemill.wire import Submit
 
 # vLLM 0.25.1 on an H200, llama8b with dummy weights, n-gram with 4 drafts: output tokens a second, prompts included; and for one
 # request, milliseconds from one token to the next.

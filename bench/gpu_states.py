@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.cache_layout import StateLayout
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.scan import CudaStates, StateLists
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates
-from tidemill.model_config import StateSpec
 from tidemill.models.registry import model_class
 from tidemill.runner.cuda_work import make_work, padded, state_sequences
-from tidemill.sampling import SamplingParams
+from tidemill.types.cache_layout import StateLayout
+from tidemill.types.model_config import StateSpec
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 SPECS = {
     "mamba": StateSpec(kind="mamba", num_heads=80, head_dim=64, state_size=16, rank=160),

@@ -34,8 +34,8 @@ from tidemill.layers.host_memory import pin
 from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.moe import MoE
 from tidemill.layers.streamed import resident_bytes
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 _REQUESTS, _TOKENS = (1, 7, 32), 24
 

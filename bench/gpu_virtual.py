@@ -26,15 +26,15 @@ from bench.gpu_workloads import MODELS
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.runner.cuda_runner import CudaRunner
 from tidemill.runner.cuda_slots import Launched
 from tidemill.runner.virtual_cuda import VirtualCudaLayout
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
-from tidemill.wire import Submit
+from tidemill.types.events import Preempted
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 GRANULE = 2 * 2**20
 LAYERS, HEADS, KV_HEADS, DIM = 32, 32, 8, 128

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 
 from bench.perplexity import text_ids
+from tidemill.compress.draft.states import hidden_states
 from tidemill.config import EngineOptions, resolve
-from tidemill.draft.states import hidden_states
 from tidemill.engine.load import inspect, weight_plan
 from tidemill.kernels import machine
 from tidemill.kernels.kv_cache import copy_pages
-from tidemill.kv_format import SHORT_NAMES
 from tidemill.models.base import CausalLM
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.sched.plan import StepItem
+from tidemill.types.kv_format import SHORT_NAMES
 
 WINDOW, SLICE, CHUNK = 1024, 64, 256
 

@@ -20,11 +20,11 @@ from bench.perplexity import text_ids
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.kv_policy import read_policy
 from tidemill.runner.base import StepResult
 from tidemill.runner.cpu_runner import CpuRunner
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.kv_policy import read_policy
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 Policy = dict[str, Any]
 BLOCK = 2048

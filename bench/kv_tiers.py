@@ -16,11 +16,11 @@ import statistics
 import tempfile
 import time
 
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 class Engine:

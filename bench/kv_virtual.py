@@ -17,8 +17,8 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.virtual import VirtualLayout
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def run(core: EngineCore, batch: int, num_out: int) -> tuple[list[float], dict[str, list[int]]]:

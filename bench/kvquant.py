@@ -20,16 +20,16 @@ import torch
 
 from bench.kv_formats import SLICE, WINDOW, Quality, measure_speed, prefill
 from bench.perplexity import text_ids
+from tidemill.compress.draft.states import batch_of, hidden_states
+from tidemill.compress.draft.text import TextFile, read_text, write_text
+from tidemill.compress.kvquant.collect import Collector, forward
+from tidemill.compress.kvquant.fit import fit, sensitivity
 from tidemill.config import EngineOptions, resolve
-from tidemill.draft.states import batch_of, hidden_states
-from tidemill.draft.text import TextFile, read_text, write_text
 from tidemill.engine.llm import LLM
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.kvquant import KVQuant, dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from tidemill.kernels.machine import detect
 from tidemill.kernels.rope import apply_rope
-from tidemill.kvquant.collect import Collector, forward
-from tidemill.kvquant.fit import fit, sensitivity
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.make_cpu import make_cpu_runner

@@ -19,8 +19,8 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.adapters import AdapterStore
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 NUM_STEPS, NUM_TURNS = 20, 3
 

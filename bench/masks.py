@@ -20,7 +20,7 @@ import numpy as np
 
 from tidemill.frontend.structured import BACKENDS, Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar
+from tidemill.types.sampling import Grammar
 from tidemill.weights.locate import locate
 
 PERSON = {

@@ -25,20 +25,20 @@ import torch
 
 from tidemill.config import EngineOptions
 from tidemill.config.choices import TENSOR_LAYOUTS
+from tidemill.distributed.channel import Door
+from tidemill.distributed.group import Group
+from tidemill.distributed.layouts import Phase, engine_seconds, rank_of_host
+from tidemill.distributed.peers import meet_peers
+from tidemill.distributed.shared import SharedGroup, make_shared
+from tidemill.distributed.sockets import SocketGroup
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, load_core
 from tidemill.kernels import machine
 from tidemill.kernels.rates import measure_rates
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.channel import Door
-from tidemill.parallel.group import Group
-from tidemill.parallel.layouts import Phase, engine_seconds, rank_of_host
-from tidemill.parallel.peers import meet_peers
-from tidemill.parallel.shared import SharedGroup, make_shared
-from tidemill.parallel.sockets import SocketGroup
 from tidemill.runner.worker_group import WorkerGroup
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 KEY = b"of this benchmark"
 SHAPES = ((1, 576), (1, 4096), (16, 4096), (256, 4096))

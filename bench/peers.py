@@ -53,8 +53,8 @@ class Tidemill:
         )
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[int]:
-        from tidemill.sampling import SamplingParams
-        from tidemill.wire import Submit
+        from tidemill.types.sampling import SamplingParams
+        from tidemill.types.wire import Submit
 
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             self._core.submit(Submit(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)))

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from tidemill import events
-from tidemill.cache_layout import Group
-from tidemill.events import EventBuffer
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.planning.cost import LinearCost
 from tidemill.planning.simulator import Arrival, SimConfig, SimResult, simulate
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.cache_layout import Group
+from tidemill.types.events import EventBuffer
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 BLOCK_LEN = 512  # tokens that share a hash id in the trace
 _CHUNK = 2048  # tokens of a step

@@ -32,8 +32,8 @@ from tidemill.compress.prune import PruneOptions, prune
 from tidemill.compress.quality import compare, hidden_states
 from tidemill.compress.source import Source
 from tidemill.compress.student import Learning
-from tidemill.events import DraftsVerified
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.types.events import DraftsVerified
 
 HELD_OUT_SHARE = 0.14  # of the text's characters, at its end
 DRAFTS, PROMPTS, ANSWER = 4, 8, 48

@@ -25,13 +25,13 @@ import httpx
 from bench.mixed_load import engines_of
 from bench.ports import reserved_port
 from bench.tiny_models import make
-from tidemill import events
 from tidemill.config import EngineOptions
-from tidemill.events import Event
 from tidemill.record.writer import RecordingWriter
-from tidemill.sampling import SamplingParams
 from tidemill.server.observe.recorder import Recorder
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 _TICKS = 100.0  # a second, of /proc
 _STEPS = 500
@@ -85,7 +85,7 @@ def calls(folder: Path, model: Path) -> None:
     """Times of what the event loop does itself."""
     from tidemill.config import EngineConfig  # only its name is needed below
     from tidemill.engine.load import load_core
-    from tidemill.wire import Ready
+    from tidemill.types.wire import Ready
 
     writer = RecordingWriter(folder / "calls")
     recorder = Recorder(writer, "tiny", model, EngineOptions(model=str(model)))

@@ -24,11 +24,11 @@ import uvloop
 
 from bench.ports import reserved_port
 from bench.prefix import conversations, questions
-from tidemill import events
 from tidemill.engine.routing import BLOCK_LEN
 from tidemill.planning.cost import LinearCost
 from tidemill.planning.simulator import Arrival, SimConfig, SimEngine, SimResult
 from tidemill.sched.placement import Placement, prefix_keys
+from tidemill.types import events
 
 MODELS = b'{"object": "list", "data": [{"id": "stub"}]}'
 

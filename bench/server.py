@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import torch
 
     from tidemill.config import EngineConfig
-    from tidemill.events import Event
     from tidemill.models.base import Model
     from tidemill.sched.plan import StepPlan
-    from tidemill.wire import Pages
+    from tidemill.types.events import Event
+    from tidemill.types.wire import Pages
 
 PORT = 8437
 

@@ -39,8 +39,8 @@ from tidemill.planning.calibration import Calibration, StepTimer, profile_of, ti
 from tidemill.planning.fit import Sample
 from tidemill.planning.profile import Profile
 from tidemill.planning.simulator import Arrival, SimConfig, simulate
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 HELD_OUT = ("translation", "chat", "forms", "review")
 TOLERANCE = {"throughput": 0.03, "TPOT p50": 0.05, "TPOT p99": 0.05, "TTFT p50": 0.08}

@@ -25,9 +25,9 @@ from tidemill.planning.profile import Profile
 from tidemill.planning.runner import SimRunner
 from tidemill.planning.simulator import _MODEL, Arrival, SimConfig, SimEngine
 from tidemill.planning.trace import arrivals, read_rows
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def drawn(rate: float, num: int, prompt: int, output: int) -> list[Arrival]:

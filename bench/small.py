@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tidemill.compress.draft.steps import Schedule, run_steps
 from tidemill.compress.evaluate import default_text
-from tidemill.draft.steps import Schedule, run_steps
 
 HELD_OUT = 65_536  # bytes at the end of the text
 _LENGTH, _BATCH = 128, 8

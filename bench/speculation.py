@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, load_core
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 CODE = """def mean(values):
     total = 0.0

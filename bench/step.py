@@ -12,8 +12,8 @@ from typing import Any
 
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 NUM_STEPS = 20
 

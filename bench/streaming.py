@@ -120,8 +120,8 @@ class Engine:
 
     def tokens(self, num_requests: int, steps: int = _TOKENS) -> tuple[list[list[int]], float, int]:
         """Greedy tokens of some requests, seconds of a decode step, and bytes that were read in all of those steps."""
-        from tidemill.sampling import SamplingParams
-        from tidemill.wire import Submit
+        from tidemill.types.sampling import SamplingParams
+        from tidemill.types.wire import Submit
 
         found: dict[str, list[int]] = {}
         for number in range(num_requests):

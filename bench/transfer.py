@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill import events
 from tidemill.config import EngineOptions
+from tidemill.distributed.transfer.open import open_exporter, open_importer
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
-from tidemill.transfer.open import open_exporter, open_importer
-from tidemill.wire import Resumed, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 _PORT = 29731
 

@@ -10,7 +10,7 @@ from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.engine.parts.announcer import Announcer
 from tidemill.engine.refusals import refusal
 from tidemill.errors import EngineDead, TidemillError
-from tidemill.wire import (
+from tidemill.types.wire import (
     Abort,
     Expect,
     Finish,

@@ -17,19 +17,19 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.engine.parts.structured import StructuredOutput
-from tidemill.events import Event
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.spec import Ask, Drafter
-from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree, ancestors_of
+from tidemill.types.events import Event
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Delta, Refused, StepOutput, Submit
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.gguf import GGUFFile
-from tidemill.wire import Delta, Refused, StepOutput, Submit
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

@@ -16,8 +16,8 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.config.resolve import set_up
 from tidemill.engine.load import load_core
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.model_config import MoESpec, Pooler, Rotation, StateSpec
-from tidemill.sampling import SamplingParams
+from tidemill.types.model_config import MoESpec, Pooler, Rotation, StateSpec
+from tidemill.types.sampling import SamplingParams
 
 PROMPT = [(7 * i) % 250 for i in range(70)]
 # Options of features that change no token, and of those that do.

@@ -9,8 +9,8 @@ from tests.helpers import load_model
 from tidemill.config import EngineOptions, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, Rotation, alike
 from tidemill.runner.make_cpu import make_cpu_runner
+from tidemill.types.model_config import AttentionSpec, ModelConfig, MoESpec, Rotation, alike
 
 SMOLLM2 = ModelConfig(
     architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, max_context=8192, norm_eps=1e-5,

@@ -4,11 +4,11 @@ import subprocess
 import sys
 
 from tests.seeded import SEED
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 SCRIPT = """
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 print(*[Submit("x", [1], SamplingParams(seed=seed)).params.seed for seed in (None, 9)])
 """

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.inputs import PICTURE, Segment, key_of
 from tidemill.models.llama import Llama
+from tidemill.types.inputs import PICTURE, Segment, key_of
 
 
 class VectorLlama(Llama):

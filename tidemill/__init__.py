@@ -6,7 +6,7 @@ LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 
 from typing import TYPE_CHECKING, Any
 
-from tidemill.sampling import BeamSearchParams, Grammar, RequestOutputKind, SamplingParams
+from tidemill.types.sampling import BeamSearchParams, Grammar, RequestOutputKind, SamplingParams
 from tidemill.version import __version__
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tidemill.cli.main import app
 from tidemill.engine.llm import LLM
 from tidemill.errors import TidemillError
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 TEXT = "Spring tides come after new moon and full moon, neap tides between them."
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

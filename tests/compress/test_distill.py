@@ -14,15 +14,15 @@ from tidemill.cli.main import app
 from tidemill.compress.calibration import Calibration
 from tidemill.compress.decoder import Decoder
 from tidemill.compress.distill import DistillOptions, distill, spread
+from tidemill.compress.draft.run import Stopped
 from tidemill.compress.evaluate import default_text, measure_quality
 from tidemill.compress.gqa import ConvertOptions, convert, pool_heads
 from tidemill.compress.quality import compare, hidden_states
 from tidemill.compress.source import Source
 from tidemill.compress.student import Learning, distribution_loss
-from tidemill.draft.run import Stopped
 from tidemill.errors import ConfigError
-from tidemill.events import DraftsVerified
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.types.events import DraftsVerified
 
 TEXT = " ".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(60))
 LOAD = {"progress": False, "threads": 1, "max_requests": 2, "dtype": "float32"}

@@ -9,13 +9,13 @@ import pytest
 
 from tidemill.cli import observability_doc
 from tidemill.engine import adapter_names, inbox, ledger
-from tidemill.events import Event
 from tidemill.frontend import structured
 from tidemill.server.api.openai import types
 from tidemill.server.generation import logprobs, prompts, service
 from tidemill.server.http import context, limits
 from tidemill.server.observe import live
 from tidemill.server.store import batch_lines
+from tidemill.types.events import Event
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 LIMITS = (REFERENCE / "limits.md").read_text()

@@ -12,11 +12,11 @@ from tests.helpers import greedy, load_model, make_core
 from tests.helpers import run as engine_run
 from tidemill import LLM, SamplingParams
 from tidemill.cli.main import app
-from tidemill.draft.cost import Costs, acceptance, speed
-from tidemill.draft.losses import Batch, Drafted, guesses
-from tidemill.draft.run import Stopped, TrainOptions, train_draft
-from tidemill.draft.states import batch_of, hidden_states
-from tidemill.draft.text import Example, TextFile, read_text, write_text
+from tidemill.compress.draft.cost import Costs, acceptance, speed
+from tidemill.compress.draft.losses import Batch, Drafted, guesses
+from tidemill.compress.draft.run import Stopped, TrainOptions, train_draft
+from tidemill.compress.draft.states import batch_of, hidden_states
+from tidemill.compress.draft.text import Example, TextFile, read_text, write_text
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser, Seen
@@ -249,7 +249,7 @@ def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
 
 @pytest.mark.slow
 def test_all_exits_are_kept_and_the_fastest_by_measurement_is_the_folders_own(llm, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("tidemill.draft.run._exit_layers", lambda *_: [1, 2])
+    monkeypatch.setattr("tidemill.compress.draft.run._exit_layers", lambda *_: [1, 2])
     measured, _ = run(llm, text, tmp_path, "exit")
     speeds = measured["speed_by_exit_layer"]
     assert speeds.keys() == {"1", "2"}

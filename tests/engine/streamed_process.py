@@ -10,7 +10,7 @@ from bench.streaming import anonymous_bytes
 from tests.helpers import Answer, greedy, take
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.wire import Submit
+from tidemill.types.wire import Submit
 
 
 def main() -> None:

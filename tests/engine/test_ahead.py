@@ -20,11 +20,11 @@ from tests.helpers import (
     structured_core,
     watch,
 )
-from tidemill import events
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.wire import Abort, Submit
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Abort, Submit
 
 
 @pytest.fixture(scope="module")

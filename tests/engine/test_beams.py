@@ -7,11 +7,11 @@ import torch
 
 from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.models import test_families, test_state_models
-from tidemill import events
 from tidemill.engine.parts.beams import BeamSearch
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import Beams, BeamSearchParams, SamplingParams
-from tidemill.wire import Abort, Resumed, Submit, TokenLogprobs
+from tidemill.types import events
+from tidemill.types.sampling import Beams, BeamSearchParams, SamplingParams
+from tidemill.types.wire import Abort, Resumed, Submit, TokenLogprobs
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

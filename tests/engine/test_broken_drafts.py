@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, make_llama, run
-from tidemill import SamplingParams, events
+from tidemill import SamplingParams
 from tidemill.engine.parts.drafting import Drafting
-from tidemill.wire import Abort, Submit
+from tidemill.types import events
+from tidemill.types.wire import Abort, Submit
 
 BROKEN = 7  # its embedding is NaN
 PROMPT = [(i * i) % 97 + 30 for i in range(21)]

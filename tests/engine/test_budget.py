@@ -6,8 +6,8 @@ from tidemill.config import EngineOptions
 from tidemill.engine.budget import share
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, ModelConfig, alike
-from tidemill.wire import Inspected
+from tidemill.types.model_config import AttentionSpec, ModelConfig, alike
+from tidemill.types.wire import Inspected
 
 MIB = 2**20
 MACHINE = Machine(num_cores=2, memory_bytes=8 * 2**30, available_bytes=4 * 2**30)

@@ -20,10 +20,10 @@ from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
 from tidemill.engine.pending import Pending
 from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest
-from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack, Submitted
-from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
-from tidemill.wire import Submit
+from tidemill.types.events import Aborted, EngineRestarted, Finished, KernelsFellBack, Submitted
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def request(name, length=40, prompt=(1, 2, 3), **params):

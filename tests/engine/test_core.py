@@ -7,9 +7,9 @@ from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, QueueFull
-from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
-from tidemill.wire import Abort, Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Submit
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import Answer, byte_tokenizer, draft_core, greedy, load_model, make_core, make_llama, run, take
-from tidemill import events
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels import machine
 from tidemill.runner.spec.draft_model import DraftModelDrafter
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Abort, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Submit
 
 PARAMS = {
     "greedy": greedy(24, logprobs=2),

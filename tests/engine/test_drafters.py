@@ -10,15 +10,16 @@ from tests.engine.test_client import collect
 from tests.engine.test_structured import check_random_schemas
 from tests.helpers import LONG_S, Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tests.waiting import until_async
-from tidemill import LLM, SamplingParams, events
+from tidemill import LLM, SamplingParams
 from tidemill.config import SPECULATE, EngineOptions
 from tidemill.config.drafts import HEADS
 from tidemill.engine.client import EngineClient
-from tidemill.events import EngineRestarted
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.events import EngineRestarted
+from tidemill.types.wire import Submit
 
 # "random" guesses any token, "often" is right for most; heads are not trained.
 NAMES = ("random", "often", "ngram", "suffix", "auto", "draft-model", "itself", *HEADS)

@@ -8,8 +8,8 @@ from tests.helpers import Answer, greedy, load_model, make_core, run
 from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.structured import Matcher
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.wire import Resumed, Submit
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 GRAMMAR = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 4, "maxItems": 4}))
 

@@ -8,7 +8,7 @@ from tidemill.engine import inbox as inbox_module
 from tidemill.engine.inbox import Inbox, cells
 from tidemill.errors import EngineDead
 from tidemill.server.generation.logprobs import MAX_LOGPROB_CELLS
-from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
+from tidemill.types.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 
 def put(inbox, *deltas):

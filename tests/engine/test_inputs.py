@@ -7,15 +7,15 @@ import torch
 from tests.engine.test_invariance import PARAMS, ids, others
 from tests.helpers import Answer, greedy, make_core, make_llama, run, take, watch
 from tests.vectors import VectorLlama, with_vectors
-from tidemill import events
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import InvalidRequest
-from tidemill.inputs import EMBEDDINGS, PICTURE, Segment, key_of
 from tidemill.kernels import native
 from tidemill.quant import SCHEMES, WeightPlan
-from tidemill.sampling import Beams, SamplingParams
+from tidemill.types import events
+from tidemill.types.inputs import EMBEDDINGS, PICTURE, Segment, key_of
+from tidemill.types.sampling import Beams, SamplingParams
+from tidemill.types.wire import Resumed, Submit, decode_to_engine, encode
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Resumed, Submit, decode_to_engine, encode
 
 LEN, PLACES = 150, [(10, 12), (40, 5), (45, 20), (100, 9)]
 

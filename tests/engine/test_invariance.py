@@ -6,11 +6,11 @@ import torch
 
 from tests.helpers import Answer, engine_config, greedy, load_model, make_core, make_llama, run, take, watch
 from tests.weights.test_gguf import write_gguf
-from tidemill import events
 from tidemill.kernels import native
-from tidemill.sampling import SamplingParams
 from tidemill.sched.policies import POLICIES
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 PARAMS = {
     "greedy": greedy(20, logprobs=3),

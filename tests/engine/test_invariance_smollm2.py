@@ -5,7 +5,7 @@ import pytest
 from tests.engine.test_invariance import ids
 from tests.helpers import greedy, load_model, make_core, run
 from tidemill.kernels import native
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import ConfigError
 from tidemill.kernels import machine
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 PARAMS = SamplingParams(temperature=0.9, max_tokens=12, seed=5, logprobs=2)
 PROMPT = [(i * i) % 97 + 3 for i in range(90)]
@@ -140,7 +140,7 @@ def test_values_that_are_no_numbers_reach_their_request_alone(tmp_path, backend,
 def test_what_cannot_be_is_refused(folders, asked, more, fix):
     config = load_model(folders[1]).config
     config = replace(config, layers=tuple(replace(spec, **more) for spec in config.layers))
-    with pytest.raises(ConfigError, match="kv.dtype") as refused:
+    with pytest.raises(ConfigError, match=r"kv.dtype") as refused:
         resolve(EngineOptions(device="cpu", kv_dtype=asked), config, machine.detect())
     assert fix in refused.value.fix
     assert refused.value.param == "kv_dtype"

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
-from tidemill import events
 from tidemill.compress.evaluate import default_text
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
@@ -12,9 +11,10 @@ from tidemill.engine.load import load_core
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import native
-from tidemill.kv_policy import read_policy, settle
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.kv_policy import read_policy, settle
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 POLICIES = {
     "window": {"kind": "window", "recent": 40},

@@ -10,7 +10,7 @@ import pytest
 
 from tidemill import LLM, BeamSearchParams, Grammar, SamplingParams
 from tidemill.errors import ConfigError, EngineDead, InvalidRequest
-from tidemill.events import Finished
+from tidemill.types.events import Finished
 
 
 @pytest.fixture(scope="module")

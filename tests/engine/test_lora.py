@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take, watch
-from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import AdapterError, InvalidRequest
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Abort, Hold, LoadAdapter, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Hold, LoadAdapter, Submit
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 92, "vocab_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,7 @@ import pytest
 from bench.tiny_models import KINDS, make
 from tidemill.engine.load import inspect
 from tidemill.kernels import machine
-from tidemill.wire import Inspected, decode_from_engine, encode
+from tidemill.types.wire import Inspected, decode_from_engine, encode
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,8 @@ from tidemill.engine.moments import Moments, Part
 from tidemill.engine.parts import PARTS
 from tidemill.engine.parts.announcer import Announcer
 from tidemill.engine.parts.structured import StructuredOutput
-from tidemill.events import Admitted
-from tidemill.wire import Abort, Delta, Finish, Submit
+from tidemill.types.events import Admitted
+from tidemill.types.wire import Abort, Delta, Finish, Submit
 
 
 class Witness(Part):

@@ -10,8 +10,8 @@ from tests.helpers import byte_tokenizer, load_model, run, structured_core
 from tidemill.engine.parts.structured import AfterReasoning, StructuredOutput
 from tidemill.frontend.structured import BACKENDS, Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, Reasoning, SamplingParams
-from tidemill.wire import Resumed, Submit
+from tidemill.types.sampling import Grammar, Reasoning, SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 OPEN, CLOSED = Reasoning("<think>", "</think>", True), Reasoning("<think>", "</think>", False)
 TIDE = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 2, "maxItems": 2}))

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core
 from tests.runner.test_sampler import check
-from tidemill import events
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.engine.parts.structured import StructuredOutput
@@ -22,8 +21,9 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine as here
 from tidemill.kernels.noise import gumbel_argmax
 from tidemill.runner.spec import Ask, Drawn
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Submit
 
 PROMPT = [(i * i) % 11 + 1 for i in range(12)]
 ALLOWED = (2, 5, 9)

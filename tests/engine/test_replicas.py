@@ -25,11 +25,11 @@ from tidemill.engine.pending import EngineLost
 from tidemill.engine.replicas import Replicas, _gpus, joined
 from tidemill.engine.roles import routing_of
 from tidemill.errors import AdapterError, EngineDead, InvalidRequest, TidemillError
-from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
 from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
 from tidemill.server.generation.models import Models
 from tidemill.server.observe.explain import ExplainerOfReplicas
-from tidemill.wire import Delta, Pages
+from tidemill.types.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
+from tidemill.types.wire import Delta, Pages
 
 
 def test_page_maps_are_joined():

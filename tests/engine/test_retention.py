@@ -3,12 +3,12 @@
 import pytest
 
 from tests.helpers import Answer, engine_config, greedy, load_model, run, take, watch
-from tidemill import events
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.wire import Hold, Renew, Submit
+from tidemill.types import events
+from tidemill.types.sampling import Beams, SamplingParams
+from tidemill.types.wire import Hold, Renew, Submit
 
 PREFIX = [(7 * i) % 300 + 4 for i in range(48)]
 PAGE_BYTES = 12288  # of 16 tokens

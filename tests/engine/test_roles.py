@@ -24,9 +24,9 @@ from tidemill.engine.pending import Pending
 from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import Roles, routing_of
 from tidemill.errors import Cancelled, ConfigError, InvalidRequest, QueueFull
-from tidemill.events import Admitted, Deferred, EngineRestarted, Finished, FirstToken, Placed, TakenOver
-from tidemill.sampling import Beams, Grammar, SamplingParams
-from tidemill.wire import Delta, Hold, StepOutput, Submit
+from tidemill.types.events import Admitted, Deferred, EngineRestarted, Finished, FirstToken, Placed, TakenOver
+from tidemill.types.sampling import Beams, Grammar, SamplingParams
+from tidemill.types.wire import Delta, Hold, StepOutput, Submit
 
 LONG = [2 + (7 * i) % 90 for i in range(70)]  # more than a decode engine takes at once
 

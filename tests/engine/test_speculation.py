@@ -3,11 +3,11 @@
 import pytest
 
 from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core, take
-from tidemill import events
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.drafts import StepTimes, allot
-from tidemill.wire import Finish, Submit
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Finish, Submit
 
 PARAMS = {
     "greedy": greedy(24, logprobs=3),

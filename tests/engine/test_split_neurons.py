@@ -13,14 +13,14 @@ from tidemill.config import EngineOptions
 from tidemill.config.neurons import decide_hot_neurons
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
-from tidemill.events import WeightsStreamed
 from tidemill.kernels import machine, native
 from tidemill.kernels.neurons import GivenNeurons
 from tidemill.layers.split_neurons import NeuronSplit
 from tidemill.models.registry import model_class
-from tidemill.sampling import SamplingParams
+from tidemill.types.events import WeightsStreamed
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
 NUM = 172

@@ -27,13 +27,13 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.engine.metrics import Metrics
 from tidemill.errors import CheckpointError, ConfigError, WeightsLost
-from tidemill.events import WeightsStreamed
 from tidemill.kernels import native
 from tidemill.layers.streamed import evenly, plan_layers, slots_in_turn
 from tidemill.runner.cpu_kinds import Pass, Passes
-from tidemill.sampling import SamplingParams
+from tidemill.types.events import WeightsStreamed
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.prepared import Folder, PreparedCorrupt, PreparedFile
-from tidemill.wire import Submit
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
 

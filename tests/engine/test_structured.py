@@ -10,11 +10,11 @@ import pytest
 from tests.helpers import load_model, run, structured_core
 from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
-from tidemill.events import MasksMade
 from tidemill.frontend.structured import BACKENDS, MAX_CHARS, Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.wire import Resumed, Submit
+from tidemill.types.events import MasksMade
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
-from tidemill import events
 from tidemill.engine import kv_tiers
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
@@ -24,8 +23,9 @@ from tidemill.kernels import machine, native
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.runner import page_file
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 PAGES = 16  # of the device: one prompt of the following and a bit more
 

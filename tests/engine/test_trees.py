@@ -6,9 +6,10 @@ import pytest
 
 from tests.helpers import Answer, Grower, greedy, guess_with, load_model, make_core, make_llama, run, take, watch
 from tests.models import test_families
-from tidemill import SamplingParams, events
+from tidemill import SamplingParams
 from tidemill.sched.tree import Tree, ancestors_of, depths_of, right_path
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.wire import Submit
 
 PROMPT = [(i * i) % 97 + 3 for i in range(40)]
 REQUESTS = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.helpers import byte_tokenizer
 from tidemill.frontend.output import StopFinder, TextStream
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 letters = st.text(alphabet="abc", max_size=12)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
-from tidemill.sampling import Grammar
+from tidemill.types.sampling import Grammar
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from tidemill import LLM, SamplingParams
 from tidemill.errors import ConfigError
 from tidemill.frontend.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
-from tidemill.sampling import SamplingParams as Params
+from tidemill.types.sampling import SamplingParams as Params
 
 BIG = 10**10
 

@@ -14,7 +14,7 @@ from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
-from tidemill.sampling import Grammar
+from tidemill.types.sampling import Grammar
 
 TEXTS = [
     "Hello world", " leading and  double  spaces ", "1234567 89", "it's we're I'll", "naïve café 東京 🦆👩‍🚀 ملاح",

@@ -26,7 +26,7 @@ from tidemill.frontend.parsers import (
 from tidemill.frontend.parsers.families import HARMONY_MARKS
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, SamplingParams, closed
+from tidemill.types.sampling import Grammar, SamplingParams, closed
 
 A1 = '{"city": "Łódź", "deep": {"a": [1, {"b": "}"}], "q": "say \\"hi\\""}}'
 SCHEMA = {

@@ -17,8 +17,8 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.runner.cuda_kinds import Decode, Mixed
 from tidemill.runner.cuda_last import LastLayerApart
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def random_llama(folder: Path) -> Any:

@@ -21,8 +21,8 @@ from bench.ports import reserved_port
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import WorkerLost
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 LOST = 7  # the exit code of an engine that has lost a rank
 _SERVICE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -15,9 +15,9 @@ from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, num_promp
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.kv_cache import dequantize, quantize, views
 from tidemill.kernels.masks import capped
-from tidemill.kv_format import FORMATS
-from tidemill.model_config import AttentionSpec
 from tidemill.runner.cuda_work import Work, make_work, padded
+from tidemill.types.kv_format import FORMATS
+from tidemill.types.model_config import AttentionSpec
 
 # Tiles of the matmul by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
 _PLAIN = {

@@ -16,7 +16,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec import Ask
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 BROKEN = 7
 

@@ -17,7 +17,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.kernels.low_rank import Factors
 from tidemill.quant.cuda_packed import CudaQuantized
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,11 +10,11 @@ from bench.gpu_heads import make_core, prompt, write_heads, write_model
 from bench.gpu_workloads import MODELS
 from tests.gpu.engines import ask
 from tests.helpers import Grower, guess_with, watch
-from tidemill import events
 from tidemill.config import HEADS
 from tidemill.engine.core import EngineCore
 from tidemill.engine.parts.drafting import Drafting
-from tidemill.sampling import SamplingParams
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
 
 SMALL = {
     "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,

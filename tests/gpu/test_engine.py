@@ -18,11 +18,11 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.structured import StructuredOutput
-from tidemill.events import ExpertsUsed, StepPlanned
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.runner.cuda_kinds import FlashPrompts
-from tidemill.sampling import Beams, Grammar, SamplingParams
-from tidemill.wire import Abort, Submit
+from tidemill.types.events import ExpertsUsed, StepPlanned
+from tidemill.types.sampling import Beams, Grammar, SamplingParams
+from tidemill.types.wire import Abort, Submit
 
 WAYS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),

@@ -12,7 +12,7 @@ from bench.gpu_moe import EXPERTS, HIDDEN, INNER, TOP_K, Weights, all_weights, n
 from tidemill.kernels.cuda import moe
 from tidemill.kernels.cuda.routing import score_experts
 from tidemill.kernels.routing import score_experts_reference
-from tidemill.model_config import MoESpec, Routing
+from tidemill.types.model_config import MoESpec, Routing
 
 
 def reference(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.Tensor:

@@ -19,8 +19,8 @@ from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import kv_write, scaled_values
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kv_format import FORMATS
-from tidemill.sampling import SamplingParams
+from tidemill.types.kv_format import FORMATS
+from tidemill.types.sampling import SamplingParams
 
 NAMES = ("fp8", "int8", "int4")
 

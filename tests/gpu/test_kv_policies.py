@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.gpu.engines import ask, nothing_compiles, random_llama
-from tidemill.cache_layout import one_group
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
@@ -20,10 +19,11 @@ from tidemill.kernels.kv_cache import Angles, PagedKV
 from tidemill.kernels.policies import Policies
 from tidemill.kernels.policy_attention import plan_policies
 from tidemill.kernels.rope import rope_frequencies, rope_tables
-from tidemill.kv_policy import read_policy, settle
-from tidemill.model_config import AttentionSpec
 from tidemill.runner.cuda_policies import CudaPolicies, Launches
-from tidemill.sampling import SamplingParams
+from tidemill.types.cache_layout import one_group
+from tidemill.types.kv_policy import read_policy, settle
+from tidemill.types.model_config import AttentionSpec
+from tidemill.types.sampling import SamplingParams
 
 GIVEN: dict[str, dict[str, Any]] = {
     "window": {"kind": "window", "recent": 300},

@@ -20,9 +20,9 @@ from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.kernels.pending import with_added
 from tidemill.quant.cuda import CudaWeight
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.lora import LoraPair
-from tidemill.wire import Submit
 
 
 def test_kernels() -> None:

@@ -10,7 +10,7 @@ from bench.gpu_nano import drop
 from tests.gpu.engines import ask, random_llama
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def test_steps_in_halves_have_the_bits_of_whole_ones(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tidemill.kernels.cuda.norm import add_rms_norm
 from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed, unpack_reference
 from tidemill.kernels.cuda.rounding import Scaled
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -19,7 +19,7 @@ from tests.gpu.ranks import other_host, sharing, small_core, some_requests
 from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 RANKS = 2
 PROMPT = list(range(2, 200))

@@ -12,7 +12,7 @@ from tests.gpu.engines import ask, random_llama
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.layers.linear import Linear
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def test_engine(tmp_path: Path) -> None:

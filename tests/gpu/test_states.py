@@ -16,7 +16,7 @@ from bench.gpu_states import SPECS, Layer
 from tests.gpu.engines import ask, assert_near, nothing_compiles, with_weights, without_graphs
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("kind", SPECS)

@@ -13,8 +13,8 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kv.tiers import Tier
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Abort, Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Submit
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.helpers import greedy, run
 from tests.vectors import with_vectors
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
-from tidemill.inputs import EMBEDDINGS
 from tidemill.models.registry import ARCHITECTURES
+from tidemill.types.inputs import EMBEDDINGS
 
 PLACES = [(20, 100), (150, 7), (300, 250)]
 

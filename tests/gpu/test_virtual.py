@@ -9,7 +9,7 @@ from bench.gpu_virtual import GRANULE, Line, engine, free, ids, memory_of, run, 
 from bench.gpu_workloads import MODELS
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def test_driver() -> None:

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from tests.helpers import same_bits
-from tidemill.cache_layout import Place, one_group
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
 from tidemill.kernels.kv_cache import Angles, HeadWeights, PagedKV, copy_pages, dequantize, new_cache, quantize, views, write_kv
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kv_format import FORMATS
-from tidemill.model_config import AttentionSpec
+from tidemill.types.cache_layout import Place, one_group
+from tidemill.types.kv_format import FORMATS
+from tidemill.types.model_config import AttentionSpec
 
 NUM_PAGES, NUM_LAYERS, LAYER, MAX_CONTEXT = 160, 2, 1, 640
 BACKENDS = [

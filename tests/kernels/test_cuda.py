@@ -39,9 +39,9 @@ from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.model_config import AttentionSpec
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
+from tidemill.types.model_config import AttentionSpec
 
 
 @pytest.mark.parametrize("width", [64, 100])

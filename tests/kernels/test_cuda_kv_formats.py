@@ -14,8 +14,8 @@ from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import kv_write, page_copies
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kv_format import FORMATS
 from tidemill.runner import cuda_work
+from tidemill.types.kv_format import FORMATS
 
 __all__ = ["small_blocks"]
 REQUESTS = [(70, 1), (64, 1), (40, 12), (0, 1)]

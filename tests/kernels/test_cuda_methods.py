@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from tests.runner.test_cuda_runner import OnCpu
 from tests.test_config import SMOLLM2
 from tidemill.config import EngineOptions, resolve
+from tidemill.distributed.world import Stage
 from tidemill.errors import ConfigError
 from tidemill.kernels import machine
 from tidemill.kernels.cuda import hopper_packed
@@ -21,13 +22,12 @@ from tidemill.kernels.quantized_linear import Activations, Codes, Outliers, quan
 from tidemill.layers.linear import Linear
 from tidemill.models.llama import Llama
 from tidemill.models.olmoe import OlmoeBlock
-from tidemill.parallel.world import Stage
 from tidemill.quant import PLAIN, cuda_packed
 from tidemill.quant.cuda import CudaWeight
 from tidemill.quant.cuda_packed import CudaInt4, CudaPackedWeight, CudaQuantized
 from tidemill.quant.cuda_scaled import CudaFP8, CudaScaledWeight
 from tidemill.quant.cuda_sparse import CudaSparse
-from tidemill.weight_types import HELD
+from tidemill.types.weight_types import HELD
 from tidemill.weights.packed.lowrank import LowRankTensor
 
 

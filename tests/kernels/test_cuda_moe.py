@@ -18,8 +18,8 @@ from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.glu import glu_reference
 from tidemill.layers.host_experts import ExpertSlots, HostStacks
 from tidemill.layers.host_experts import Layer as HostLayer
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertStacks
+from tidemill.types.model_config import MoESpec
 
 HIDDEN, INNER = 40, 24
 PLAIN, BULK = Tile(16, 32, 32, 2, 4), Tile(16, 32, 16, 2, 4, bulk=1)

@@ -12,11 +12,11 @@ from tests.kernels import test_policy_attention
 from tests.kernels.test_attention import spec_of
 from tests.kernels.test_cuda import small_blocks
 from tests.kernels.test_policy_attention import DIM, HEADS, KV_HEADS, ByHand
-from tidemill.cache_layout import one_group
 from tidemill.kernels.kv_cache import Angles, PagedKV, new_cache
 from tidemill.kernels.rope import rope_frequencies, rope_tables
-from tidemill.kv_policy import read_policy, settle
 from tidemill.runner.cuda_policies import CudaPolicies, Launches
+from tidemill.types.cache_layout import one_group
+from tidemill.types.kv_policy import read_policy, settle
 
 __all__ = ["small_blocks"]
 PAGE, PROMPT, NUM = 16, 38, 40

@@ -23,7 +23,7 @@ from tidemill.runner import reports, cuda_sampler
 from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 from tidemill.sched.plan import StepItem
 
 VOCAB, REQUESTS, HEADER = 3000, 70, 8

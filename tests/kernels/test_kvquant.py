@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.cache_layout import Place
 from tidemill.kernels import kvquant, native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import Angles, HeadWeights, PagedKV, new_cache, views
 from tidemill.kernels.kvquant import KVQuant
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.rope import apply_rope
-from tidemill.model_config import AttentionSpec
+from tidemill.types.cache_layout import Place
+from tidemill.types.model_config import AttentionSpec
 
 LAYERS, G, N, D, S = 2, 2, 6, 24, 8
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.kernels import test_attention
 from tests.kernels.test_attention import Scene, spec_of
-from tidemill import events
-from tidemill.coverage import COVERED, uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels import flex_attention, masks, native
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.flex_attention import FlexAttention
+from tidemill.types import events
+from tidemill.types.coverage import COVERED, uncovered
 
 LEN = 9
 

@@ -7,9 +7,9 @@ from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.moe import dense_experts, moe_reference, route_reference
 from tidemill.kernels.quantized_linear import Codes, quantize
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.quantized import Quantized
+from tidemill.types.model_config import MoESpec
 
 HIDDEN = 64
 SPECS = {

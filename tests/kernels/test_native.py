@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 
 from tests.helpers import greedy, load_model, make_core, make_llama, run
-from tidemill import events
 from tidemill.cli.serve import budget_table
 from tidemill.kernels import machine, native
 from tidemill.kernels.native.sources import source_hash
 from tidemill.kernels.quantized_linear import QuantizedPanels, quantize
 from tidemill.runner.graphs import record_forward
-from tidemill.wire import Ready
+from tidemill.types import events
+from tidemill.types.wire import Ready
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 

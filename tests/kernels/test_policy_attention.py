@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.kernels.test_attention import BACKENDS, spec_of
-from tidemill.cache_layout import one_group
 from tidemill.kernels.kv_cache import Angles, PagedKV, new_cache
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.policies import Policies
 from tidemill.kernels.policy_attention import plan_policies
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kv_policy import CachePolicy, read_policy, settle
+from tidemill.types.cache_layout import one_group
+from tidemill.types.kv_policy import CachePolicy, read_policy, settle
 
 HEADS, KV_HEADS, DIM, PAGE, PROMPT, NUM = 6, 2, 16, 4, 70, 90
 GIVEN = {

@@ -17,7 +17,7 @@ from tidemill.kernels.quantized_linear import (
     quantize,
     quantized_linear_reference,
 )
-from tidemill.weight_types import HELD
+from tidemill.types.weight_types import HELD
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.model_config import RopeScaling
+from tidemill.types.model_config import RopeScaling
 
 NUM_POSITIONS, THETA, DIM = 9000, 100_000.0, 64
 

@@ -9,7 +9,7 @@ from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.native import lib
 from tidemill.kernels.routing import ExpertScores, score_experts_reference
-from tidemill.model_config import MoESpec, Routing
+from tidemill.types.model_config import MoESpec, Routing
 
 SPECS = {
     "sigmoid": {"routing": Routing(score="sigmoid", scale=2.5)},

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tidemill.cache_layout import StateLayout
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.gate import gate_reference, gated
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, cut
-from tidemill.model_config import StateSpec
+from tidemill.types.cache_layout import StateLayout
+from tidemill.types.model_config import StateSpec
 
 SPECS = {
     "mamba": StateSpec(kind="mamba", num_heads=2, head_dim=16, state_size=12, rank=3),

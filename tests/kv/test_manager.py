@@ -2,8 +2,8 @@ from functools import partial
 
 import pytest
 
-from tidemill.cache_layout import Group, state_group
 from tidemill.kv.manager import INDEXES, KVManager
+from tidemill.types.cache_layout import Group, state_group
 
 PROMPT = list(range(100, 140))  # 40 tokens: two full pages of 16 and 8 more
 

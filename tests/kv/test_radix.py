@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tidemill.cache_layout import Group, state_group
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.kv.radix import RadixIndex
+from tidemill.types.cache_layout import Group, state_group
 
 
 def some_tokens(chance, num):

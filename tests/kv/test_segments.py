@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from tidemill.cache_layout import Group, state_group
 from tidemill.engine.routing import keys_of
 from tidemill.errors import InvalidRequest
-from tidemill.inputs import EMBEDDINGS, PICTURE, TOKEN_TYPE, Segment, check_segments, key_of, uncut
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.kv.tiers import Tiers
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.cache_layout import Group, state_group
+from tidemill.types.inputs import EMBEDDINGS, PICTURE, TOKEN_TYPE, Segment, check_segments, key_of, uncut
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 TEXT = list(range(100, 120))
 CAT, DOG = key_of(b"cat"), key_of(b"dog")

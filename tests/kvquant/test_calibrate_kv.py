@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from tests.helpers import Answer, greedy, load_model, make_core, run, take
 from tidemill import LLM, SamplingParams
 from tidemill.cli.main import app
+from tidemill.compress.kvquant.calibrate import CalibrateOptions, calibrate
+from tidemill.compress.kvquant.collect import Collector
+from tidemill.compress.kvquant.fit import fit_channels, fit_levels, sensitivity
 from tidemill.errors import CalibrationError, ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import Angles
-from tidemill.kvquant.calibrate import CalibrateOptions, calibrate
-from tidemill.kvquant.collect import Collector
-from tidemill.kvquant.fit import fit_channels, fit_levels, sensitivity
-from tidemill.model_config import AttentionSpec
+from tidemill.types.model_config import AttentionSpec
+from tidemill.types.wire import Submit
 from tidemill.weights.kv_calibration import load_calibration
-from tidemill.wire import Submit
 
 TEXT = "\n".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(30))
 PARAMS = SamplingParams(temperature=0.9, max_tokens=10, seed=5, logprobs=2)

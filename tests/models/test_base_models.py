@@ -13,7 +13,7 @@ from tests.models.test_settings import tiny
 from tests.weights.test_safetensors import edit_config, edit_weights, fails
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.scoring import check_scores
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def save(family, path):

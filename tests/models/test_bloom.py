@@ -7,8 +7,8 @@ from tests.helpers import greedy, load_model, make_core, reference_agrees, run
 from tests.models import test_families
 from tests.models.test_llama import prompt_logits, prompts
 from tests.weights.test_safetensors import edit_config, edit_weights, fails
-from tidemill import events
 from tidemill.kernels import native
+from tidemill.types import events
 
 
 def make(**more):

@@ -12,13 +12,13 @@ from tidemill.engine.llm import LLM
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend.scoring import check_scores
 from tidemill.frontend.tokenizer import Tokenizer, _fitted
-from tidemill.inputs import second_text
 from tidemill.kernels.glu import activate, activate_reference
 from tidemill.kernels.norm import add_layer_norm, add_layer_norm_reference
 from tidemill.models.registry import model_class
-from tidemill.sampling import SamplingParams
+from tidemill.types.inputs import second_text
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 MORE = {"Electra": {"embedding_size": 32}, "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2}}
 

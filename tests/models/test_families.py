@@ -15,8 +15,8 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.models.registry import model_class
 from tidemill.quant import PLAIN
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take, watch
 from tests.models.test_llama import prompt_logits, prompts
 from tidemill.errors import CheckpointError
-from tidemill.events import ExpertsUsed
 from tidemill.kernels import native
 from tidemill.models.registry import model_class
 from tidemill.quant import PLAIN
+from tidemill.types.events import ExpertsUsed
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

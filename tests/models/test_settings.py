@@ -13,10 +13,10 @@ import transformers
 from tests.helpers import load_model
 from tests.models.test_llama import prompt_logits
 from tests.weights.test_safetensors import edit_config, edit_weights, fails
+from tidemill.distributed.world import Stage
 from tidemill.kernels.rope import rope_frequencies
 from tidemill.models.registry import ARCHITECTURES, model_class
 from tidemill.models.settings import Nullable
-from tidemill.parallel.world import Stage
 from tidemill.quant import PLAIN
 from tidemill.weights.checkpoint import open_checkpoint
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers import Answer, engine_config, greedy, load_model, make_core, reference_agrees, run, take
 from tidemill import config
-from tidemill.cache_layout import Place, StateLayout
+from tidemill.distributed.world import Stage
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, new_cache
@@ -19,13 +19,13 @@ from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, TorchStates
 from tidemill.kv.manager import INDEXES
-from tidemill.model_config import AttentionSpec, StateSpec
 from tidemill.models.registry import model_class
-from tidemill.parallel.world import Stage
 from tidemill.quant import PLAIN
-from tidemill.sampling import SamplingParams
+from tidemill.types.cache_layout import Place, StateLayout
+from tidemill.types.model_config import AttentionSpec, StateSpec
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Submit
 
 SIZES = {
     "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 12, "conv_kernel": 4, "initializer_range": 0.2,

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tests.helpers import Answer, byte_tokenizer, engine_config, greedy, load_model, make_core, run, take
-from tidemill.cache_layout import Place, lay_out
 from tidemill.config.cache import bytes_of_page, decide_layout
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention, attention_reference
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.native_attention import NativeAttention
-from tidemill.model_config import AttentionSpec
 from tidemill.models.llama import Llama, from_settings
 from tidemill.models.registry import ARCHITECTURES
 from tidemill.models.settings import rope_keys
-from tidemill.wire import Submit
+from tidemill.types.cache_layout import Place, lay_out
+from tidemill.types.model_config import AttentionSpec
+from tidemill.types.wire import Submit
 
 HEADS, KV_HEADS, KEY, VALUE, HIDDEN, INNER, LAYERS, VOCAB = 4, 2, 24, 16, 64, 96, 4, 320
 

@@ -6,11 +6,11 @@ import pytest
 
 from tests.helpers import engine_config, greedy, load_model, make_core, run
 from tests.models.test_families import LAYERS, SIZES
-from tidemill.cache_layout import lay_out, one_group
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.cache_layout import lay_out, one_group
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 WINDOW = 20
 

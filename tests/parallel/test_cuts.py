@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from tidemill.distributed.cuts import feed_forward_cut, heads_of, rank_config, shares, unit_of
+from tidemill.distributed.shard import Shard
 from tidemill.errors import ConfigError
 from tidemill.layers.mamba import state_cut
-from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, StateSpec, alike
-from tidemill.parallel.cuts import feed_forward_cut, heads_of, rank_config, shares, unit_of
-from tidemill.parallel.shard import Shard
+from tidemill.types.model_config import AttentionSpec, ModelConfig, MoESpec, StateSpec, alike
 
 
 def spec(num_heads: int, num_kv_heads: int, head_dim: int = 64) -> AttentionSpec:

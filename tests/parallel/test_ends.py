@@ -19,9 +19,9 @@ from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.load import load_core
 from tidemill.errors import ConfigError, WorkerLost
-from tidemill.events import EngineRestarted
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.events import EngineRestarted
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 pytestmark = pytest.mark.slow
 KEY = "0123456789abcdef0123"

@@ -14,14 +14,14 @@ from tests.test_config import LARGE, SMOLLM2
 from tidemill.capabilities import asked, check
 from tidemill.config import EngineOptions, resolve
 from tidemill.config.parallel import decide_collectives
+from tidemill.distributed import gathers, peers
+from tidemill.distributed.channel import Door, connect
+from tidemill.distributed.gathers import GatherGroup
+from tidemill.distributed.group import Alone
+from tidemill.distributed.peers import Devices, meet_peers, on_devices, own_host
+from tidemill.distributed.sockets import SocketGroup
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels.cuda import nccl
-from tidemill.parallel import gathers, peers
-from tidemill.parallel.channel import Door, connect
-from tidemill.parallel.gathers import GatherGroup
-from tidemill.parallel.group import Alone
-from tidemill.parallel.peers import Devices, meet_peers, on_devices, own_host
-from tidemill.parallel.sockets import SocketGroup
 
 
 class Gloo:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.helpers import LONG_S
+from tidemill.distributed.channel import Door, connect
+from tidemill.distributed.peers import meet_peers
+from tidemill.distributed.shared import SharedGroup, make_shared
+from tidemill.distributed.sockets import SocketGroup
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
 from tidemill.kernels.native import structs
-from tidemill.parallel.channel import Door, connect
-from tidemill.parallel.peers import meet_peers
-from tidemill.parallel.shared import SharedGroup, make_shared
-from tidemill.parallel.sockets import SocketGroup
 
 KEY = b"a key of the test"
 SLOT = 1024  # bytes: most messages below take several

@@ -7,8 +7,8 @@ import pytest
 from tests.parallel.test_cuts import config, spec
 from tidemill.capabilities.features import Setup
 from tidemill.config import EngineOptions
+from tidemill.distributed.layouts import DEVICES, Layout, Phase, choose, cost, engine_seconds, gather_from, layouts, rank_costs
 from tidemill.machine import Machine
-from tidemill.parallel.layouts import DEVICES, Layout, Phase, choose, cost, engine_seconds, gather_from, layouts, rank_costs
 from tidemill.runner.rank import settle_layout
 
 # A dense model with F = 4 E, all of whose weights are in its layers, on devices whose links are all that counts.

@@ -9,12 +9,12 @@ from tests.parallel.near_ties import excused
 from tests.parallel.test_tensor_layouts import alone, core_of, requests
 from tests.parallel.test_workers import as_threads, start_threads  # noqa: F401
 from tests.weights.test_gguf import write_gguf
-from tidemill import events
 from tidemill.engine import load
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.layers import phased as layers_phased
 from tidemill.runner.cpu_kinds import ManyTokens
+from tidemill.types import events
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason="the layout needs the compiled kernels")
 

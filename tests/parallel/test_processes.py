@@ -20,9 +20,9 @@ from tidemill.engine.load import inspect, load_core
 from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import ConfigError
-from tidemill.events import Admitted, EngineRestarted, PagesMoved, TierNotUsed
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.events import Admitted, EngineRestarted, PagesMoved, TierNotUsed
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 pytestmark = pytest.mark.slow
 

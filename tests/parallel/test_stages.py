@@ -9,16 +9,16 @@ from typer.testing import CliRunner
 from tests.engine.test_tiers import FreeMoves, one_by_one
 from tests.helpers import make_llama, run
 from tests.parallel.test_workers import as_threads, core_of, requests  # noqa: F401
-from tidemill import events
 from tidemill.capabilities import asked, check
 from tidemill.cli.main import app
 from tidemill.config import EngineOptions, settled
+from tidemill.distributed.stages import FORMAT, LayerTimes, MeasuredWith, Times, decide_stages, stage_ms
 from tidemill.engine.load import inspect
 from tidemill.engine.parts.tiers import PageMoves
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.kernels.machine import detect
 from tidemill.kv.tiers import Tier
-from tidemill.parallel.stages import FORMAT, LayerTimes, MeasuredWith, Times, decide_stages, stage_ms
+from tidemill.types import events
 from tidemill.version import __version__
 
 

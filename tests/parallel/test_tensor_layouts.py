@@ -7,11 +7,11 @@ from tests.helpers import greedy, make_llama, run
 from tests.parallel.test_tensor_parallel import excused
 from tests.parallel.test_workers import as_threads  # noqa: F401
 from tidemill.config import EngineOptions
+from tidemill.distributed.world import World
 from tidemill.engine.load import load_core
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.layers.gathered import GatheredStreaming
-from tidemill.parallel.world import World
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason="the layouts need the compiled kernels")
 SIZES = {"num_hidden_layers": 6, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}

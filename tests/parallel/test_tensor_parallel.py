@@ -11,12 +11,12 @@ from tests.parallel.near_ties import excused
 from tests.parallel.threads import run_ranks
 from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
+from tidemill.distributed.shard import Shard
+from tidemill.distributed.stages import decide_stages
 from tidemill.kernels import native
 from tidemill.kernels.machine import detect
 from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.models.registry import model_class
-from tidemill.parallel.shard import Shard
-from tidemill.parallel.stages import decide_stages
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner import make_cpu
 from tidemill.runner.rank import world_of

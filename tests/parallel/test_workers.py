@@ -16,28 +16,28 @@ import transformers
 from tests.engine.test_lora import ask, make_lora
 from tests.engine.test_tiers import PROMPTS, one_by_one
 from tests.helpers import greedy, make_llama, run
-from tidemill import events
 from tidemill.config import EngineOptions
+from tidemill.distributed.channel import connect
+from tidemill.distributed.world import World, split_layers
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.engine.worker_rank import Worker
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
-from tidemill.parallel.channel import connect
-from tidemill.parallel.world import World, split_layers
 from tidemill.runner import make_cpu
 from tidemill.runner import team as team_module
 from tidemill.runner.cpu_stage import cut_items
 from tidemill.runner.page_moves import CpuMover
 from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
-from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.plan import StepItem
 from tidemill.server.generation.models import Served
 from tidemill.server.http.listen import Listen
 from tidemill.server.run import Sharing, serve
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.version import __version__
-from tidemill.wire import Submit
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from tidemill.parallel.group import use
-from tidemill.parallel.shard import Shard
+from tidemill.distributed.group import use
+from tidemill.distributed.shard import Shard
 
 T = TypeVar("T")
 

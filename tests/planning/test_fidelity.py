@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from tidemill.events import Aborted, DraftsVerified, Forked, PagesLoaded
 from tidemill.planning.cost import Curve, FittedCost, LinearCost
 from tidemill.planning.drafter import Speculation
 from tidemill.planning.simulator import Arrival, SimConfig, SimEngine, SimTiers, simulate
+from tidemill.types.events import Aborted, DraftsVerified, Forked, PagesLoaded
 
 COST = LinearCost(fixed_s=0.01, per_token_s=0.0001)
 

@@ -6,13 +6,13 @@ import random
 import msgspec
 import pytest
 
-from tidemill.cache_layout import Group
-from tidemill.events import PagesEvicted, StepDone, StepPlanned
 from tidemill.planning.cost import Curve, FittedCost, LinearCost
 from tidemill.planning.simulator import Arrival, SimConfig, SimEngine
 from tidemill.sched.policies import POLICIES
 from tidemill.sched.request import BACKGROUND
-from tidemill.wire import Hold
+from tidemill.types.cache_layout import Group
+from tidemill.types.events import PagesEvicted, StepDone, StepPlanned
+from tidemill.types.wire import Hold
 
 COST = LinearCost(fixed_s=0.01, per_token_s=0.0003, per_context_token_s=0.00001, host_s=0.0007)
 

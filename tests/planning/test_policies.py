@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from tidemill.events import Deferred
 from tidemill.planning.cost import LinearCost
 from tidemill.planning.simulator import Arrival, SimConfig, simulate
 from tidemill.sched.policies import POLICIES
 from tidemill.sched.queue import AGEING_S
+from tidemill.types.events import Deferred
 
 # Four slots' worth of sequences and three more, one token of prompt each: output lengths as in the usual chart.
 CHART = [Arrival(name, 0.0, 1, length) for name, length in zip("ABCDEFG", [5, 2, 4, 7, 3, 6, 2], strict=True)]

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.helpers import greedy, make_core
-from tidemill import events
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
 from tidemill.planning.cost import Curve, FittedCost
@@ -21,8 +20,9 @@ from tidemill.planning.what_if import Slo, busiest, likely
 from tidemill.record.format import Begun, Ended, Events, ModelStart, Output, bytes_of, encode
 from tidemill.record.reader import Recording
 from tidemill.record.writer import RecordingWriter, read_key
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 LADDER = [1, 8, 64, 512]
 COST = FittedCost(

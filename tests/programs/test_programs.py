@@ -12,8 +12,8 @@ from tests.helpers import byte_tokenizer, make_llama
 from tests.waiting import until
 from tidemill import LLM, SamplingParams, assistant, fork, gen, join, program, select, system, user
 from tidemill.errors import Cancelled, ContextTooLong, InvalidRequest, ProgramError
-from tidemill.events import Admitted, Finished
 from tidemill.programs import Local, set_default_backend
+from tidemill.types.events import Admitted, Finished
 
 PAGE = 16
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -18,21 +18,21 @@ from tests.ray.conftest import MARK
 from tests.server.conftest import Server
 from tests.waiting import until, until_async
 from tidemill.batch.run import Batch
+from tidemill.cluster.ray.actor import EngineActor
+from tidemill.cluster.ray.cluster import Cluster, Needs, NoRoom
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.ray.actor import EngineActor
-from tidemill.ray.cluster import Cluster, Needs, NoRoom
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ray = pytest.importorskip("ray")
 
-from tidemill.ray.batch import RayWorkers, WorkerOptions  # noqa: E402
-from tidemill.ray.link import RayLink  # noqa: E402
-from tidemill.ray.scale import ScalePolicy  # noqa: E402
-from tidemill.ray.serving import RayOptions, RayReplicas  # noqa: E402
+from tidemill.cluster.ray.batch import RayWorkers, WorkerOptions  # noqa: E402
+from tidemill.cluster.ray.link import RayLink  # noqa: E402
+from tidemill.cluster.ray.scale import ScalePolicy  # noqa: E402
+from tidemill.cluster.ray.serving import RayOptions, RayReplicas  # noqa: E402
 
 NUM = 40
 
@@ -304,7 +304,7 @@ def test_mistakes_are_told_and_nothing_is_left(nodes, tmp_path, tiny_folder):
 def test_the_serve_application(nodes, tiny_folder):
     from ray import serve
 
-    from tidemill.ray import app
+    from tidemill.cluster.ray import app
 
     ray.init(address=nodes.address)
     with pytest.raises(ConfigError, match="no argument 'colour'"):

@@ -22,7 +22,7 @@ NUM = 12
 COMMON = ("--threads", "1", "--kv-memory", "16M", "--speculate", "off")
 WORKER = b"tidemill.engine.worker"
 QUICK = """
-import tidemill.ray.scale as scale
+import tidemill.cluster.ray.scale as scale
 quick = dict(wait_s=0.01, up_after_s=0.5, down_after_s=2.0, settle_s=0.5)
 scale.ScalePolicy.__init__.__defaults__ = tuple(quick.values()) + scale.ScalePolicy.__init__.__defaults__[-1:]
 """

@@ -7,14 +7,14 @@ from itertools import count
 import pytest
 
 from tests.waiting import until_async
+from tidemill.cluster.ray.cluster import Cluster
+from tidemill.cluster.ray.serving import RayFleet, RayOptions
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError
-from tidemill.events import EngineRestarted, TakenOver
-from tidemill.ray.cluster import Cluster
-from tidemill.ray.serving import RayFleet, RayOptions
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.events import EngineRestarted, TakenOver
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ray = pytest.importorskip("ray")

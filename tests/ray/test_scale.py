@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from tidemill.cluster.ray.scale import Autoscaler, Load, ScalePolicy
 from tidemill.errors import ConfigError
-from tidemill.ray.scale import Autoscaler, Load, ScalePolicy
 
 
 def simulate(scaler, arrivals, seconds, num=1, slots=4, service_s=2.0):

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from tests.waiting import until
-from tidemill import events
 from tidemill.errors import ConfigError
 from tidemill.record import writer as writer_module
 from tidemill.record.format import (
@@ -33,8 +32,9 @@ from tidemill.record.format import (
 )
 from tidemill.record.reader import Recording
 from tidemill.record.writer import MIN_BYTES, RecordingWriter, files_of, folder_and_size, read_key
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import Submit
 
 MODEL = ModelStart("tiny", "/tmp/tiny", b"w", b"t", b"v", {"model": "tiny"}, {"num_pages": 7}, "")
 SECRET = "the launch code is 7421"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tidemill.router.router import Router
+from tidemill.cluster.router.router import Router
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
 from tests.waiting import until_async
-from tidemill.router.limits import Limits
+from tidemill.cluster.router.limits import Limits
 
 
 async def ask(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:

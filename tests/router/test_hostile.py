@@ -11,9 +11,9 @@ import pytest
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
 from tests.router.test_forward import ask
 from tests.waiting import until_async
-from tidemill.router import client_connection, upstream
-from tidemill.router.limits import Limits
-from tidemill.router.upstream import Upstream
+from tidemill.cluster.router import client_connection, upstream
+from tidemill.cluster.router.limits import Limits
+from tidemill.cluster.router.upstream import Upstream
 from tidemill.server.http.access import Access, Caller
 
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"

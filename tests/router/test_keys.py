@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.router.keys import Prompt, read_prompt
+from tidemill.cluster.router.keys import Prompt, read_prompt
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from tests.server.conftest import behind_our_protocol
+from tidemill.cluster.router.router import Router
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.router.router import Router
 from tidemill.server.http.access import ADMIN_PATHS, Access, Guard, is_admin_path
 from tidemill.server.http.context import RequestMiddleware
 from tidemill.server.http.listen import Listen, RootPathMiddleware

@@ -10,7 +10,7 @@ from tidemill.runner.sampler import Sampler
 from tidemill.runner.spec import acceptance
 from tidemill.runner.spec.acceptance import Drafts
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 NUM_DRAWS, NUM_FEWER = 50_000, 8_000
 SEEDS, POSITIONS = torch.full((NUM_DRAWS,), 42), torch.arange(NUM_DRAWS)

@@ -8,12 +8,12 @@ from tests.helpers import load_model, make_core
 from tests.models.test_encoders import pooled
 from tests.runner.test_cuda_runner import Again, folder, on_gpu  # noqa: F401 - fixtures
 from tidemill.errors import ConfigError
-from tidemill.events import KernelsFellBack
 from tidemill.kernels.cuda.pooling import pool, pool_reference
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.runner import cuda_encoder
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.events import KernelsFellBack
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 COMPILE = cuda_encoder.CudaEncoder.compile
 SMALL = {

@@ -9,13 +9,13 @@ from tests.helpers import Grower, greedy, guess_with, load_model, run, watch
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 from tidemill.config import HEADS
 from tidemill.errors import ConfigError
-from tidemill.events import DraftsVerified
 from tidemill.runner.cuda_trees import CudaTrees
 from tidemill.runner.cuda_work import make_work, parts
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem
+from tidemill.types.events import DraftsVerified
+from tidemill.types.sampling import SamplingParams
 
 SETTINGS = {"medusa": {"num_heads": 3}, "eagle": {"num_heads": 2, "window": 24}, "exit": {"layer": 1, "rank": 8}}
 REQUESTS = {

@@ -6,9 +6,9 @@ import pytest
 from tests.helpers import greedy, load_model, make_core, run
 from tests.runner.test_cuda_runner import assert_same, folder, ids, on_gpu  # noqa: F401 - fixtures
 from tests.vectors import with_vectors
-from tidemill.inputs import EMBEDDINGS, PICTURE
 from tidemill.models.registry import ARCHITECTURES
-from tidemill.sampling import SamplingParams
+from tidemill.types.inputs import EMBEDDINGS, PICTURE
+from tidemill.types.sampling import SamplingParams
 
 PLACES = [(3, 5), (10, 9), (30, 4)]
 

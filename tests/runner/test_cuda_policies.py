@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 from tests.helpers import greedy, load_model, make_core, run
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 from tidemill.errors import InvalidRequest
-from tidemill.wire import Submit
+from tidemill.types.wire import Submit
 
 POLICIES = {
     "window": {"kind": "window", "recent": 34},

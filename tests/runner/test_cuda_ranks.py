@@ -9,11 +9,11 @@ from tests.models.test_moe import make as make_experts
 from tests.parallel.threads import run_ranks
 from tests.runner.test_cuda_runner import SMALL, OnCpu, assert_same, folder, ids, on_gpu  # noqa: F401
 from tidemill.config import EngineOptions, resolve
+from tidemill.distributed.cuts import part_config
+from tidemill.distributed.world import World
 from tidemill.engine.load import core_of
 from tidemill.kernels import machine
 from tidemill.models.registry import model_class
-from tidemill.parallel.cuts import part_config
-from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import open_checkpoint
 

@@ -23,7 +23,6 @@ from tidemill.engine import load
 from tidemill.engine.load import core_of
 from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError
-from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, attention_lists, flash, gemm, glu, moe, tuning
 from tidemill.kernels.cuda import norm as cuda_norm
@@ -35,9 +34,10 @@ from tidemill.planning.calibration import shared_unit
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_attention, cuda_graphs, cuda_kinds, cuda_last, cuda_runner, cuda_work, flash_trial, make_cuda
 from tidemill.runner.make import make_runner
-from tidemill.sampling import Beams, SamplingParams
+from tidemill.types.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
+from tidemill.types.sampling import Beams, SamplingParams
+from tidemill.types.wire import Abort, Submit
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.wire import Abort, Submit
 
 
 class OnCpu(TorchFunctionMode):

@@ -8,18 +8,18 @@ import pytest
 from tests.helpers import greedy, load_model, make_core, run
 from tests.runner.test_cuda_runner import assert_same, folder, ids, on_gpu  # noqa: F401
 from tidemill.config import EngineOptions, resolve
+from tidemill.distributed.channel import Door, connect
+from tidemill.distributed.stages import decide_stages, kv_layers
+from tidemill.distributed.world import World
 from tidemill.engine.load import core_of
 from tidemill.kernels import machine
 from tidemill.models.registry import model_class
-from tidemill.parallel.channel import Door, connect
-from tidemill.parallel.stages import decide_stages, kv_layers
-from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_runner
 from tidemill.runner.cuda_stage import PipelineStage
 from tidemill.runner.make_cuda import make_cuda_runner
 from tidemill.runner.worker_group import append, drawn_in, launch
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 
 

@@ -16,7 +16,7 @@ from tidemill.runner import cuda_runner
 from tidemill.runner.cuda_last import LastLayerApart
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 COMMON = ids(48, 21)
 REQUESTS = {  # which share a prefix longer than any window, and fork

@@ -18,7 +18,6 @@ from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.engine import load
 from tidemill.errors import ConfigError
-from tidemill.events import KernelsFellBack, WeightsStreamed
 from tidemill.kernels import machine, native
 from tidemill.kernels.cuda import host_neurons
 from tidemill.kernels.linear import pack_linear
@@ -29,10 +28,11 @@ from tidemill.layers.streamed import resident_bytes
 from tidemill.models.registry import model_class
 from tidemill.quant import PLAIN
 from tidemill.runner import cuda_graphs
-from tidemill.sampling import SamplingParams
+from tidemill.types.events import KernelsFellBack, WeightsStreamed
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.neurons import TENSORS
-from tidemill.wire import Submit
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,

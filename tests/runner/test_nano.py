@@ -9,12 +9,12 @@ from tests.runner.test_cuda_runner import REQUESTS, Again, OnCpu, assert_same, e
 from tidemill.config import EngineOptions
 from tidemill.config.compute import decide_nano_batching
 from tidemill.errors import ConfigError
-from tidemill.events import NanoBatchingTried
 from tidemill.kernels.cuda import lanes
 from tidemill.kernels.cuda.records import MEMBER_SLOT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_TOKEN
 from tidemill.runner import cuda_graphs, cuda_microbatches, make_cuda, nano
 from tidemill.runner.cuda_graphs import microbatches, sizes
 from tidemill.runner.cuda_work import make_microbatches, make_work
+from tidemill.types.events import NanoBatchingTried
 
 
 @pytest.fixture

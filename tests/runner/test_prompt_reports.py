@@ -8,8 +8,8 @@ from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tidemill.runner.base import StepResult
 from tidemill.runner.reports import PromptReport
 from tidemill.runner.sampler import Scores, score
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 BROKEN = 7
 

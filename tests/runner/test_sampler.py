@@ -9,7 +9,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.runner.sampler import Sampler, penalize, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams, sample_seed
+from tidemill.types.sampling import SamplingParams, sample_seed
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, 0.7, -3.0])
 NUM_DRAWS = 10_000

@@ -15,7 +15,7 @@ from tidemill.runner import cuda_sampler
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.sampler import STAGES, Sampler, score, stages_of
 from tidemill.runner.state import RowState, _draw_words
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 VOCAB = 300
 NUM_PROMPT, POSITION = 3, 9

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepItem, StepPlan
 from tidemill.sched.request import RowSpec
+from tidemill.types.cache_layout import Group
+from tidemill.types.sampling import SamplingParams
 
 SPEC = RowSpec(SamplingParams(seed=1), 3)
 

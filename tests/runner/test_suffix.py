@@ -6,7 +6,7 @@ import pytest
 
 from tidemill.runner.spec import Ask
 from tidemill.runner.spec.suffix import _AT_ONCE, SuffixDrafter, _Pool
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 def ask(tokens, seq=1, most=8, salt="", num_prompt=4):

@@ -9,7 +9,7 @@ from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.virtual import HostMemory, VirtualRows
 from tidemill.runner.virtual import VirtualLayout
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

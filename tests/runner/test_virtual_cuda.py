@@ -21,7 +21,7 @@ from tidemill.kernels.cuda import virtual_memory
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import HostMemory, VirtualRows, view_of
 from tidemill.runner import virtual_cuda
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 
 class HostDriver:

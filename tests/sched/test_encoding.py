@@ -5,14 +5,14 @@ from collections import Counter, deque
 
 import pytest
 
-from tidemill.events import EventBuffer
-from tidemill.inputs import EMBEDDINGS, PICTURE, Segment, key_of
 from tidemill.kv.manager import INDEXES, KVManager
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Submit
+from tidemill.types.events import EventBuffer
+from tidemill.types.inputs import EMBEDDINGS, PICTURE, Segment, key_of
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 BUDGET, ROWS, PAGE = 16, 4, 4
 CONTENTS = {key_of(bytes([number])): bytes([number]) for number in range(6)}

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tidemill.cache_layout import Group
-from tidemill.events import EventBuffer, PageCopied, PagesEvicted, Preempted, PrefixHeld
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.runner.base import accept, draws
-from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Hold, Submit
+from tidemill.types.cache_layout import Group
+from tidemill.types.events import EventBuffer, PageCopied, PagesEvicted, Preempted, PrefixHeld
+from tidemill.types.sampling import Beams, SamplingParams
+from tidemill.types.wire import Hold, Submit
 
 EOS = 7
 

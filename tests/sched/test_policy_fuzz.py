@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from tidemill.events import EventBuffer
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.kv.tiers import Moved, Tiers
-from tidemill.kv_policy import KVPolicy, settle
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Submit
+from tidemill.types.events import EventBuffer
+from tidemill.types.kv_policy import KVPolicy, settle
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 CONTEXT, STREAM = 40, 100
 

@@ -4,16 +4,16 @@ import zlib
 
 import pytest
 
-from tidemill import events
-from tidemill.events import EventBuffer
 from tidemill.kv.manager import INDEXES, KVManager
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import _NUM_REMEMBERED, AGEING_S, PASSING_S
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.events import EventBuffer
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 URGENT = -(2**31)
 

@@ -6,13 +6,13 @@ import statistics
 import pytest
 
 from tests.sched.test_scheduler import add, make, run, step
-from tidemill import events
 from tidemill.kv.tiers import Moved, Tiers
 from tidemill.planning.cost import LinearCost
 from tidemill.planning.simulator import Arrival, SimConfig, simulate
-from tidemill.sampling import SamplingParams
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Hold, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Hold, Submit
 
 
 def submit(scheduler: Scheduler, name, tokens, max_tokens=1, prefix_leases=(), tenant="", salt=""):

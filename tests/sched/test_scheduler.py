@@ -4,17 +4,17 @@ import zlib
 
 import msgspec
 
-from tidemill import events
-from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
-from tidemill.kv_policy import read_policy, settle
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import Policy, make_policy
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.events import EventBuffer
+from tidemill.types.kv_policy import read_policy, settle
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", tiers=None, **more):

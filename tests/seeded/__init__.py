@@ -18,11 +18,11 @@ from typing import Any
 
 RANDOM = "TESTS_WITH_RANDOM_SEEDS"  # set: processes that are started draw seeds, as they do for users
 SEED = 3
-_MODULE = "tidemill.sampling"
+_MODULE = "tidemill.types.sampling"
 
 
 class _Patched(MetaPathFinder):
-    """Finds `tidemill.sampling` as Python does, and gives it a source of seeds that is always the same."""
+    """Finds `tidemill.types.sampling` as Python does, and gives it a source of seeds that is always the same."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _MODULE else None
@@ -62,7 +62,7 @@ def random_seeds(patch: Any) -> Iterator[None]:
     """Seeds are drawn in this process, and in those that are started meanwhile."""
     import secrets
 
-    from tidemill import sampling
+    from tidemill.types import sampling
 
     with patch.context() as inner:
         inner.setattr(sampling, "secrets", secrets)

@@ -14,7 +14,7 @@ from tidemill.server.generation.service import ResponseDefaults
 from tidemill.server.http.access import Caller
 from tidemill.server.http.context import RequestContext
 from tidemill.server.store.responses import Store
-from tidemill.wire import Delta
+from tidemill.types.wire import Delta
 
 
 class ScriptedService:

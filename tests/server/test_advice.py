@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.metrics import Metrics
 from tidemill.server.observe.advice import Advisor, in_words
+from tidemill.types import events
 
 CONFIG = SimpleNamespace(token_budget=2048, max_requests=256, device="cuda", page_size=16)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.conftest import KEYS
 from tests.waiting import until
-from tidemill.router.owners import referred
+from tidemill.cluster.router.owners import referred
 
 ASK = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "How high is the water?"}]}
 GREEDY = {"temperature": 0}

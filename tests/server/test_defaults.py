@@ -13,11 +13,11 @@ from tests.server.conftest import Server
 from tidemill import LLM
 from tidemill.cli.main import app
 from tidemill.frontend.sampling_defaults import SamplingDefaults
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.llamacpp.types import CompletionOptions
 from tidemill.server.api.openai.types import ChatRequest, CompletionRequest
 from tidemill.server.api.responses.types import ResponseRequest
 from tidemill.server.http.body import parse
+from tidemill.types.sampling import SamplingParams
 
 # top_k 1 is greedy at any temperature, so that a lost default shows in the text.
 CONFIG = {"do_sample": True, "temperature": 5.0, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 12}

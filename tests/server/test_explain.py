@@ -6,14 +6,14 @@ import pytest
 
 from tests import helpers
 from tests.helpers import load_model, make_core
-from tidemill import events
 from tidemill.engine.parts.drafting import Drafting
-from tidemill.events import EngineRestarted
-from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.server.http.stopwatch import Stopwatch
 from tidemill.server.observe.explain import Explainer, ExplainerOfReplicas
-from tidemill.wire import Abort, Resumed, Submit
+from tidemill.types import events
+from tidemill.types.events import EngineRestarted
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Resumed, Submit
 
 
 @pytest.fixture(scope="module")

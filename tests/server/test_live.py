@@ -11,12 +11,12 @@ from tests.helpers import load_model, make_core
 from tidemill.engine.client import EngineClient
 from tidemill.engine.metrics import Metrics
 from tidemill.errors import QueueFull
-from tidemill.events import ExpertsUsed
 from tidemill.kv.manager import FIRST_OWNER, SHARED
-from tidemill.sampling import SamplingParams
 from tidemill.server.observe.explain import Explainer
 from tidemill.server.observe.live import MAX_WATCHERS, Live
-from tidemill.wire import Submit
+from tidemill.types.events import ExpertsUsed
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 class Watched:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from tidemill.engine.metrics import Metrics
-from tidemill.events import (
+from tidemill.types.events import (
     Admitted,
     DraftsVerified,
     ExpertsUsed,

@@ -17,7 +17,7 @@ from tests.waiting import until
 from tidemill import LLM
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 ONE_AT_A_TIME = ("--kv-memory", "4M", "--memory-budget", "8M")  # each needs about 6 MiB

@@ -12,8 +12,8 @@ import torch
 from tests.server.conftest import Server
 from tests.waiting import until
 from tidemill.engine.llm import LLM
-from tidemill.sampling import SamplingParams
 from tidemill.server.api import refused
+from tidemill.types.sampling import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 

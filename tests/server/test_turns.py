@@ -30,7 +30,7 @@ from tidemill.server.observe.explain import Explainer
 from tidemill.server.observe.live import Live
 from tidemill.server.store.batches import Batches
 from tidemill.server.store.storage import Storage
-from tidemill.wire import Delta, TokenLogprobs, logprob_pieces
+from tidemill.types.wire import Delta, TokenLogprobs, logprob_pieces
 
 in_the_loop = pytest.mark.asyncio(loop_scope="module")  # of the engine
 BYTES_PER_TURN = 128 * CELLS_PER_TURN  # of JSON; a cell takes some 60

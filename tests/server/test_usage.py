@@ -14,15 +14,15 @@ import pytest
 from tests.helpers import load_model, make_core
 from tests.server.conftest import KEYS, Server
 from tests.waiting import until
-from tidemill import events
 from tidemill.engine.host_times import HostTimes
 from tidemill.engine.ledger import MAX_TENANTS, OTHERS, Ledger
 from tidemill.engine.metrics import Metrics
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import MonotonicClock
 from tidemill.server.http.context import RequestContext
 from tidemill.server.observe import energy, usage
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 ADMIN = "key-of-the-administrator"
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import LONG_S
-from tidemill.transfer import nixl
-from tidemill.transfer.base import TransferError
-from tidemill.transfer.shm import SharedSource
+from tidemill.distributed.transfer import nixl
+from tidemill.distributed.transfer.base import TransferError
+from tidemill.distributed.transfer.shm import SharedSource
 
 
 class Agent:

@@ -12,7 +12,8 @@ from tests.engine.test_tiers import FreeMoves
 from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tests.helpers import take as take_step
 from tests.waiting import until
-from tidemill import events
+from tidemill.distributed.transfer import exporter as exporting
+from tidemill.distributed.transfer import open as opening
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.engine.parts import deferred
@@ -21,10 +22,9 @@ from tidemill.engine.parts.tiers import PageMoves
 from tidemill.errors import ConfigError, ModelFailed, PeerMismatch
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
-from tidemill.sampling import SamplingParams
-from tidemill.transfer import exporter as exporting
-from tidemill.transfer import open as opening
-from tidemill.wire import Abort, Expect, Resumed, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Expect, Resumed, Submit
 
 
 def prompt(seed: int, num: int = 150) -> list[int]:

@@ -9,12 +9,12 @@ from contextlib import aclosing
 import pytest
 
 from tests.waiting import until_async
-from tidemill import events
 from tidemill.config import EngineOptions
+from tidemill.distributed.transfer import open as opening
 from tidemill.engine.client import EngineClient
-from tidemill.sampling import SamplingParams
-from tidemill.transfer import open as opening
-from tidemill.wire import Resumed, Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 
 async def ask(client, name, prompt, length, resumed=None) -> list[int]:

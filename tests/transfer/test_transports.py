@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tests.waiting import until
+from tidemill.distributed.channel import Door
+from tidemill.distributed.transfer import base, checksum
+from tidemill.distributed.transfer import exporter as exporting
+from tidemill.distributed.transfer import open as opening
+from tidemill.distributed.transfer.base import MAX_NEWS, Ask, Hello, News, SlotNews, TransferError, Welcome
+from tidemill.distributed.transfer.exporter import Journal
+from tidemill.distributed.transfer.open import SocketFile, open_exporter, open_importer
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
 from tidemill.kernels import native
-from tidemill.parallel.channel import Door
-from tidemill.transfer import base, checksum
-from tidemill.transfer import exporter as exporting
-from tidemill.transfer import open as opening
-from tidemill.transfer.base import MAX_NEWS, Ask, Hello, News, SlotNews, TransferError, Welcome
-from tidemill.transfer.exporter import Journal
-from tidemill.transfer.open import SocketFile, open_exporter, open_importer
 
 SIZE, SLOTS = 1000, 8
 SAME = {"weights": "abc", "KV format": "bfloat16"}
@@ -239,7 +239,7 @@ def test_a_peer_that_announces_nonsense_is_given_up(wrong):
 
 
 def test_memory_that_could_be_cut_under_the_reader_is_refused(monkeypatch):
-    monkeypatch.setattr("tidemill.transfer.shm._anonymous", lambda num: _plain(num))
+    monkeypatch.setattr("tidemill.distributed.transfer.shm._anonymous", lambda num: _plain(num))
     exporter = open_exporter("shm:cut", SLOTS, SIZE, SAME, None)
     before = in_use()
     importer = open_importer(["shm:cut"], SIZE, SAME, None)
@@ -300,7 +300,7 @@ def test_a_slow_reader_gets_the_latest_and_nothing_piles_up():
 
 def test_a_reader_that_does_not_ask_is_waited_for_a_while(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("tidemill.transfer.exporter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tidemill.distributed.transfer.exporter.time.monotonic", lambda: now[0])
     journal = Journal()
     journal.knows("reader", 0)
     now[0] += 100.0

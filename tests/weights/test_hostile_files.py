@@ -14,14 +14,14 @@ from tests.frontend.test_tokenizer import sentencepiece_metadata
 from tests.helpers import CHAT_TEMPLATE, byte_tokenizer, load_model, make_llama
 from tests.weights.test_gguf import write_gguf
 from tidemill.cli import settings
-from tidemill.draft.text import TextFile
+from tidemill.compress.draft.text import TextFile
+from tidemill.distributed.stages import LayerTimes
 from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
 from tidemill.frontend.chat import _read_arguments
 from tidemill.frontend.sampling_defaults import read_source
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kv_policy import read_policy
-from tidemill.parallel.stages import LayerTimes
 from tidemill.planning import profile
+from tidemill.types.kv_policy import read_policy
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_json
 

@@ -11,7 +11,7 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.kernels.low_rank import Product, SideBySide
 from tidemill.layers.streamed import tensors_of
-from tidemill.weight_types import HELD
+from tidemill.types.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.packed.lowrank import LowRankTensor
 

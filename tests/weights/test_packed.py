@@ -17,7 +17,7 @@ from tidemill.kernels.quantized_linear import QuantizedPanels, fit
 from tidemill.layers.linear import Linear
 from tidemill.quant import METHODS
 from tidemill.quant.base import Gated
-from tidemill.weight_types import HELD
+from tidemill.types.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
 SIZES = {"intermediate_size": 192, "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "initializer_range": 0.08}

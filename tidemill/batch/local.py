@@ -17,7 +17,7 @@ from tidemill.server.http.errors import error_body
 from tidemill.server.run import ModelEngine
 from tidemill.server.store import batch_lines
 from tidemill.server.store.batches import respond_to_line
-from tidemill.wire import Loading
+from tidemill.types.wire import Loading
 
 _PER_SLOT = 2  # lines at once: those that wait for a slot keep all slots busy
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tidemill import events
 from tidemill.bench.record import Record
 from tidemill.bench.workload import Item
 from tidemill.config import EngineConfig
@@ -14,8 +13,9 @@ from tidemill.config.compute import WINDOW_MS
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.models.base import CausalLM
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit
+from tidemill.types import events
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 
 
 def run_core(core: EngineCore, items: Sequence[Item], on_done: Callable[[int], None] | None = None) -> list[Record]:

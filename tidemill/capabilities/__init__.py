@@ -24,7 +24,7 @@ from tidemill.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from tidemill.config.options import EngineOptions
-    from tidemill.sampling import SamplingParams
+    from tidemill.types.sampling import SamplingParams
 
 __all__ = [
     "DEVICE",

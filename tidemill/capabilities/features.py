@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidemill.coverage import SHARED, UNEQUAL, uncovered
-from tidemill.kv_format import FORMATS, SHORT_NAMES
-from tidemill.kv_policy import KINDS
+from tidemill.types.coverage import SHARED, UNEQUAL, uncovered
+from tidemill.types.kv_format import FORMATS, SHORT_NAMES
+from tidemill.types.kv_policy import KINDS
 
 if TYPE_CHECKING:
     from tidemill.config.options import EngineOptions
     from tidemill.machine import Machine
-    from tidemill.model_config import ModelConfig
-    from tidemill.sampling import SamplingParams
+    from tidemill.types.model_config import ModelConfig
+    from tidemill.types.sampling import SamplingParams
 
 DEVICE, MODEL, WEIGHTS, CACHE = "Device", "Model", "Weights", "KV cache"
 STEPS, DRAFTS, RANKS = "Steps", "Speculation", "Parallelism"

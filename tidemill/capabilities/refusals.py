@@ -15,9 +15,9 @@ from tidemill.capabilities.features import (
     POLICIES,
     SCALED,
 )
-from tidemill.coverage import SHARED, UNEQUAL
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.kv_format import FORMATS, ON_DEVICE
+from tidemill.types.coverage import SHARED, UNEQUAL
+from tidemill.types.kv_format import FORMATS, ON_DEVICE
 
 Names = str | tuple[str, ...]  # of features; several have the same reason
 

@@ -17,8 +17,8 @@ from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, takes
 from tidemill.engine.bars import LoadingBar
 from tidemill.errors import ConfigError
+from tidemill.types.wire import Loading
 from tidemill.weights.locate import locate
-from tidemill.wire import Loading
 
 if TYPE_CHECKING:
     from tidemill.batch.run import Backend, Batch
@@ -141,8 +141,8 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
 
 
 def _ray_backend(settings: Settings, at_once: int | None) -> _Make:
-    from tidemill.ray.batch import RayWorkers, WorkerOptions
-    from tidemill.ray.cluster import Cluster, import_ray
+    from tidemill.cluster.ray.batch import RayWorkers, WorkerOptions
+    from tidemill.cluster.ray.cluster import Cluster, import_ray
 
     import_ray()
     engine, num = settings.engine_options(), settings["replicas"]

@@ -31,9 +31,9 @@ def calibrate_kv(
     ] = None,
 ) -> None:
     """Fit KVQuant, a 4- or 3-bit KV cache, to a model. Serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
+    from tidemill.compress.kvquant.calibrate import CalibrateOptions, calibrate
     from tidemill.engine.llm import LLM
     from tidemill.engine.load import inspect  # brings torch
-    from tidemill.kvquant.calibrate import CalibrateOptions, calibrate
 
     model = settings["model"]
     target = out or Path(f"{locate(model, fetch=True).stem}-kvquant{bits}.safetensors")

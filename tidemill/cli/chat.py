@@ -18,7 +18,7 @@ from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperatur
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError, TidemillError
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 _KINDS: dict[str, Callable[[str], Any]] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float, "presence_penalty": float,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tidemill.cli.generate import summary
 from tidemill.client import BadResponse, Client
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM

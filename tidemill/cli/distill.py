@@ -62,7 +62,7 @@ def distill(
 @contextmanager
 def stops_in_order(out: Path) -> Iterator[None]:
     """A run that was stopped says how to go on."""
-    from tidemill.draft.run import Stopped
+    from tidemill.compress.draft.run import Stopped
 
     try:
         yield

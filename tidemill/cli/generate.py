@@ -12,7 +12,7 @@ from rich.console import Console
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM

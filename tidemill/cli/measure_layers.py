@@ -13,9 +13,9 @@ from rich.table import Table
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config.compute import decide_device
+from tidemill.distributed.stages import LayerTimes, computed_ends, counts_of, stage_ms
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.stages import LayerTimes, computed_ends, counts_of, stage_ms
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.locate import locate
 
 

@@ -16,8 +16,8 @@ from tidemill.config.neurons import decide_hot_neurons
 from tidemill.config.resolve import set_up
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS, ON_DEVICE
-from tidemill.model_config import ModelConfig
+from tidemill.types.kv_format import FORMATS, ON_DEVICE
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)

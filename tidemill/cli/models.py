@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.config import EngineOptions, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
-from tidemill.kv_format import FORMATS, ON_DEVICE
-from tidemill.model_config import ModelConfig
+from tidemill.types.kv_format import FORMATS, ON_DEVICE
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.locate import PACKAGED, locate, packaged_file
 
 console = Console(highlight=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from tidemill.engine.metrics import Metrics
-from tidemill.events import Event
+from tidemill.types.events import Event
 
 BEGIN, END = "<!-- Made by `python -m tidemill.cli.observability_doc docs`. -->", "<!-- End of the table. -->"
 _FIELD = re.compile(r"^    (\w+): ([^=#\n]+?)(?: = ([^#\n]+?))?(?:  # (.*))?$", re.MULTILINE)

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from tidemill.config import parse_bytes
 from tidemill.errors import ConfigError, ModelNotFound
-from tidemill.model_config import ModelConfig
 from tidemill.planning.cluster import Job
 from tidemill.planning.commands import commands
 from tidemill.planning.costs import Costs
@@ -28,6 +27,7 @@ from tidemill.planning.search import Found, search
 from tidemill.planning.shapes import NAMES, SHAPES
 from tidemill.planning.space import Space
 from tidemill.sched.policies import POLICIES
+from tidemill.types.model_config import ModelConfig
 
 _TRIED = "continuous,prefill-first"
 _SHOWN = 12  # plans of the table

@@ -11,9 +11,9 @@ from rich.table import Column, Table
 
 from tidemill.cli.settings import Settings, takes
 from tidemill.config import fmt_bytes, parse_bytes
+from tidemill.distributed.layouts import DEVICES, Device, Phase, choose, gather_from, rank_costs, rank_of_host
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.layouts import DEVICES, Device, Phase, choose, gather_from, rank_costs, rank_of_host
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)

@@ -15,8 +15,8 @@ from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings
 from tidemill.config import parse_bytes
 from tidemill.errors import ConfigError, TidemillError
-from tidemill.kv_policy import KVPolicy
-from tidemill.sampling import SamplingParams
+from tidemill.types.kv_policy import KVPolicy
+from tidemill.types.sampling import SamplingParams
 
 _KIND, _VERSION = "tidemill prompt cache", 1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

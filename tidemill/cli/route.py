@@ -14,7 +14,7 @@ from tidemill.cli.serve import listen_of, run_loop
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 
 if TYPE_CHECKING:
-    from tidemill.router.router import Router
+    from tidemill.cluster.router.router import Router
 
 console = Console(stderr=True, highlight=False)
 
@@ -43,9 +43,9 @@ def route(
     ] = 1.25,
 ) -> None:
     """Put several servers behind one address. Requests that begin alike go to the same server, unless it is too busy."""
-    from tidemill.router.limits import Limits
-    from tidemill.router.router import Router
-    from tidemill.router.run import route as run_router
+    from tidemill.cluster.router.limits import Limits
+    from tidemill.cluster.router.router import Router
+    from tidemill.cluster.router.run import route as run_router
     from tidemill.sched.placement import Placement
     from tidemill.server.http.access import SHORT_KEY, Access
     from tidemill.server.http.connections import max_connections as possible_connections

@@ -20,12 +20,12 @@ from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
 from tidemill.engine.bars import LoadingBar
 from tidemill.errors import ConfigError
+from tidemill.types.wire import Loading, Ready
 from tidemill.weights.locate import locate
-from tidemill.wire import Loading, Ready
 
 if TYPE_CHECKING:
-    from tidemill.ray.cluster import Cluster
-    from tidemill.ray.serving import RayFleet
+    from tidemill.cluster.ray.cluster import Cluster
+    from tidemill.cluster.ray.serving import RayFleet
     from tidemill.record.writer import RecordingWriter
     from tidemill.server.generation.models import Models, Served
     from tidemill.server.http.listen import Listen
@@ -141,9 +141,9 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
             if settings.source(name) == f"--{name}":
                 raise ConfigError(f"--{name} is of a Ray cluster.", fix="Add --ray.", param=name.replace("-", "_"))
         return None, None
-    from tidemill.ray.cluster import Cluster
-    from tidemill.ray.scale import ScalePolicy
-    from tidemill.ray.serving import RayFleet, RayOptions
+    from tidemill.cluster.ray.cluster import Cluster
+    from tidemill.cluster.ray.scale import ScalePolicy
+    from tidemill.cluster.ray.serving import RayFleet, RayOptions
 
     if len(served) > 1 or served[0].engine.data_parallel > 1:
         fix = "Serve one model, with --replicas instead of --data-parallel."

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bench.record import Record
-from tidemill.cache_layout import Group
 from tidemill.cli.settings import Settings
 from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
@@ -16,6 +15,7 @@ from tidemill.planning.fleet import Delays
 from tidemill.planning.profile import MOST_ROWS, Profile
 from tidemill.planning.simulator import SimConfig
 from tidemill.planning.trace import Row, read_rows
+from tidemill.types.cache_layout import Group
 
 DEFAULT_PROFILE = "h200-llama8b"
 _MOST_PAGES = 2**24  # some hundred bytes of memory each

@@ -39,7 +39,7 @@ def train_draft(
     seed: Seed = 0,
 ) -> None:
     """Train draft heads for speculative decoding. They are measured, too. Ctrl-C stops; the same command goes on from there."""
-    from tidemill.draft.run import Stopped, TrainOptions, train_draft  # brings torch
+    from tidemill.compress.draft.run import Stopped, TrainOptions, train_draft  # brings torch
     from tidemill.engine.llm import LLM
     from tidemill.engine.load import inspect
 

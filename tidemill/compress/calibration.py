@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from tidemill.compress.draft.text import TextFile, read_text, write_text
 from tidemill.compress.walk import Quiet, Reporter
-from tidemill.draft.text import TextFile, read_text, write_text
 from tidemill.errors import ConfigError
 from tidemill.frontend.tokenizer import Tokenizer
 

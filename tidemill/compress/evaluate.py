@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from tidemill.compress.draft.text import read_text
 from tidemill.compress.evaluate_tasks import Score, Suite
 from tidemill.compress.walk import Reporter
-from tidemill.draft.text import read_text
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError, ModelFailed
 from tidemill.models.base import CausalLM
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
 

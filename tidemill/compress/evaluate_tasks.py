@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 _MAX_FILE_BYTES = 2**28
 _MAX_CHOICES = 64

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 
 from tidemill.errors import CheckpointError
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
-from tidemill.model_config import ModelConfig, RopeScaling, Rotation
+from tidemill.types.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.weights.checkpoint import Checkpoint
 
 _ACTS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

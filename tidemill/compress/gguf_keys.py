@@ -12,8 +12,8 @@ import torch
 
 from tidemill.compress.gguf_config import ARCHITECTURES, llama3_factors
 from tidemill.errors import CheckpointError
-from tidemill.model_config import LayerSpec, ModelConfig, Rotation
 from tidemill.models.registry import model_class
+from tidemill.types.model_config import LayerSpec, ModelConfig, Rotation
 from tidemill.weights.checkpoint import RandomTensor, WeightTensor
 
 Keys = dict[str, Any]

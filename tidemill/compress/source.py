@@ -13,10 +13,10 @@ import torch
 
 from tidemill.compress.gguf_config import hf_config, write_tokenizer
 from tidemill.errors import CheckpointError
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.quant.plan import PLAIN
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor, open_checkpoint
 from tidemill.weights.locate import locate
 

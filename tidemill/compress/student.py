@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tidemill.compress.decoder import Decoder, without_weights
+from tidemill.compress.draft.run import Stopped
+from tidemill.compress.draft.steps import Schedule, run_steps
 from tidemill.compress.folder import FolderWriter
 from tidemill.compress.walk import Reporter
 from tidemill.compress.work import Work
-from tidemill.draft.run import Stopped
-from tidemill.draft.steps import Schedule, run_steps
 from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
 LOSSES = ("soft", "ted", "hard")

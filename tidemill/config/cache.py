@@ -6,15 +6,15 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
 from tidemill.capabilities import why_not
 from tidemill.config.compute import decide_max_requests, decide_token_budget
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
-from tidemill.coverage import SHARED, UNEQUAL
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS, SHORT_NAMES
-from tidemill.model_config import ModelConfig
+from tidemill.types.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.types.coverage import SHARED, UNEQUAL
+from tidemill.types.kv_format import FORMATS, SHORT_NAMES
+from tidemill.types.model_config import ModelConfig
 
 GPU_PAGE = 64
 _LEAST_ON_GPU = 32  # dimensions of a head in a format with scales

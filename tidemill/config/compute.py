@@ -9,7 +9,7 @@ from tidemill.config.choices import DTYPES, MAX_LORA_RANK, QUANTIZATIONS
 from tidemill.config.options import Decision, EngineOptions, at_least, one_of
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _SMALL = 4 * 10**9  # parameters of a model of which a GPU's step has more tokens

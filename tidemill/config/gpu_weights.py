@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidemill.model_config import ModelConfig
-from tidemill.weight_types import HELD
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.weight_types import HELD
 
 _BFLOAT16 = 2  # bytes of what is not quantized
 

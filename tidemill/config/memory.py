@@ -5,16 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import bytes_of_page
 from tidemill.config.gpu_weights import gpu_weight_bytes
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.remedies import remedies
 from tidemill.config.sizes import GIB, MIB, fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.types.cache_layout import CacheLayout
+from tidemill.types.kv_format import FORMATS, num_copied_pages
+from tidemill.types.model_config import ModelConfig
 
 GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 LEAST_CONTEXT = 128  # tokens that the KV memory must hold, unless --max-context says that fewer will do

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import MIB, fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 _UNIT = 64  # neurons: tiles of the kernels are whole
 

@@ -25,8 +25,8 @@ from tidemill.config.choices import (
     TENSOR_LAYOUTS,
 )
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS, SHORT_NAMES
-from tidemill.kv_policy import KINDS
+from tidemill.types.kv_format import FORMATS, SHORT_NAMES
+from tidemill.types.kv_policy import KINDS
 
 T = TypeVar("T")
 Decision: TypeAlias = tuple[T, str]

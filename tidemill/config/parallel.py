@@ -6,7 +6,7 @@ from tidemill.config.choices import COLLECTIVES, MAX_RANKS, TENSOR_LAYOUTS
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 
 def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:

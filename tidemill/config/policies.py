@@ -7,8 +7,8 @@ from collections.abc import Collection
 from tidemill.capabilities import POLICIES, require, why_not
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.kv_policy import KVPolicy, read_policy, settle
-from tidemill.model_config import ModelConfig
+from tidemill.types.kv_policy import KVPolicy, read_policy, settle
+from tidemill.types.model_config import ModelConfig
 
 _BY_KERNEL = "its steps are launched kernel by kernel, and double is computed on a CPU only"
 _TIMES_CONTEXT, _MOST_BY_DEFAULT, _MOST = 8, 2**17, 2**20  # tokens of a request whose cache is bounded

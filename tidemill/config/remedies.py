@@ -7,7 +7,7 @@ from tidemill.config.options import EngineOptions
 from tidemill.config.sizes import MIB, fmt_bytes
 from tidemill.config.streaming import least_weight_memory
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 _BITS_Q4_K_M = 4.85  # of a weight, on average
 _WORTH = 1.5  # as much memory as a quantized checkpoint, from where one is advised

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from tidemill.cache_layout import CacheLayout
 from tidemill.capabilities import Setup, check_setup, in_use, why_not
 from tidemill.config.cache import (
     bytes_of_page,
@@ -60,10 +59,11 @@ from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.transfer import decide_export, decide_import
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
-from tidemill.kv_policy import UNBOUNDED, KVPolicy
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
-from tidemill.sampling import SamplingParams
+from tidemill.types.cache_layout import CacheLayout
+from tidemill.types.kv_policy import UNBOUNDED, KVPolicy
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.sampling import SamplingParams
 
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 

@@ -9,7 +9,7 @@ from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 _QUOTA = 100 * GIB
 _PAGE = 4096  # of a disk: a neuron takes whole ones

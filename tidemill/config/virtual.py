@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 
-from tidemill.cache_layout import CacheLayout, Group, Place
 from tidemill.config.choices import LAYOUTS
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
+from tidemill.types.cache_layout import CacheLayout, Group, Place
+from tidemill.types.model_config import ModelConfig
 
 GPU_GRANULE = 2 * 2**20  # the allocation granularity of NVIDIA GPUs; the runner compares it with the driver's
 _LEAST_TOKENS = {"cpu": 16, "cuda": 1}

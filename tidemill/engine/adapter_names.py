@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from tidemill.config import EngineOptions
 from tidemill.engine.link import error_from
 from tidemill.errors import InvalidRequest, TidemillError
-from tidemill.wire import AdapterInfo, AdapterReply, LoadAdapter, ToEngine, UnloadAdapter
+from tidemill.types.wire import AdapterInfo, AdapterReply, LoadAdapter, ToEngine, UnloadAdapter
 
 MAX_ADAPTERS = 1000
 MAX_NAME_CHARS = 128

@@ -19,11 +19,11 @@ from tidemill.engine.metrics import Metric, Metrics, MetricsOfReplicas
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import Cancelled, EngineDead, InvalidRequest
-from tidemill.events import ModelLoaded
 from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import RequestOutputKind, SamplingParams, sample_seed
-from tidemill.wire import Submit
+from tidemill.types.events import ModelLoaded
+from tidemill.types.sampling import RequestOutputKind, SamplingParams, sample_seed
+from tidemill.types.wire import Submit
 
 _LONG_TEXT = 1024  # characters from which the tokenizer runs in a thread
 _ABORTED = "abort"  # the finish reason of samples that were aborted, as in vLLM

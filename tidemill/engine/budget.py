@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
 from tidemill.errors import ConfigError
-from tidemill.wire import Inspected
+from tidemill.types.wire import Inspected
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-from tidemill import events
 from tidemill.config import EngineOptions, settled
 from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
@@ -27,9 +26,10 @@ from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import GOES_ON, EngineLost, Pending, names_of
 from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
-from tidemill.events import Event
 from tidemill.sched.queue import check_room
-from tidemill.wire import (
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import (
     Abort,
     AdapterReply,
     Delta,

@@ -10,7 +10,6 @@ from weakref import proxy
 
 import msgspec
 
-from tidemill import events
 from tidemill.capabilities import check_request
 from tidemill.config import EngineConfig
 from tidemill.engine.host_times import HostTimes
@@ -19,7 +18,6 @@ from tidemill.engine.outputs import LiveRequest, make_deltas
 from tidemill.engine.parts import make_parts
 from tidemill.engine.refusals import nothing_to_sample, refusal
 from tidemill.errors import InvalidRequest, TidemillError, WeightsLost, WorkerLost
-from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -28,7 +26,9 @@ from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import Request, Status
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Abort, Delta, Finish, FromEngine, Pages, Refused, Renew, StepOutput, Submit, Timings, ToEngine
+from tidemill.types import events
+from tidemill.types.events import Event, EventBuffer
+from tidemill.types.wire import Abort, Delta, Finish, FromEngine, Pages, Refused, Renew, StepOutput, Submit, Timings, ToEngine
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process is replaced
 

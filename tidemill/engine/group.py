@@ -5,14 +5,14 @@ from __future__ import annotations
 from tidemill.config import EngineConfig, EngineOptions
 from tidemill.config.keys import read_key
 from tidemill.config.parallel import workers_address
+from tidemill.distributed.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.errors import TidemillError, WorkerLost
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
-from tidemill.parallel.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.rank import load_rank, make_rank_runner, world_of
 from tidemill.runner.team import Team
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.runner.worker_messages import Join, Loaded, Prepare, Prepared
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.digest import fingerprint_of
 

@@ -6,9 +6,9 @@ import gc
 import time
 from typing import Any
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.sched.clock import Clock, MonotonicClock
+from tidemill.types import events
+from tidemill.types.events import EventSink
 
 
 class HostTimes:

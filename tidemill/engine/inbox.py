@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from tidemill.errors import TidemillError
-from tidemill.wire import Delta
+from tidemill.types.wire import Delta
 
 # Of a backlog; about 100 bytes each. A whole response has fewer: a busy server must not take itself for a slow client.
 MAX_CELLS = 2**20

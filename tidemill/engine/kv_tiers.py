@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from tidemill import events
 from tidemill.config import EngineConfig
 from tidemill.config.transfer import rank_address
-from tidemill.events import EventSink
+from tidemill.distributed.transfer.base import PROTOCOL, Identity
+from tidemill.distributed.transfer.open import open_exporter, open_importer
 from tidemill.kernels.machine import arithmetic
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tiers
@@ -18,8 +18,8 @@ from tidemill.runner.base import Runner
 from tidemill.runner.make import make_mover
 from tidemill.runner.page_file import Opened, PageFile, PageFileError, records_in
 from tidemill.runner.page_moves import Outside
-from tidemill.transfer.base import PROTOCOL, Identity
-from tidemill.transfer.open import open_exporter, open_importer
+from tidemill.types import events
+from tidemill.types.events import EventSink
 from tidemill.version import __version__
 
 _log = logging.getLogger("tidemill.engine")

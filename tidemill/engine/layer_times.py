@@ -8,15 +8,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from tidemill.config import EngineOptions
+from tidemill.distributed.stages import FORMAT, LayerTimes, MeasuredWith, Times
 from tidemill.engine.core import EngineCore
 from tidemill.errors import TidemillError
 from tidemill.machine import Machine
-from tidemill.parallel.stages import FORMAT, LayerTimes, MeasuredWith, Times
 from tidemill.runner.layer_timer import EMBEDDING, HEAD
 from tidemill.runner.worker_group import WorkerGroup
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.version import __version__
-from tidemill.wire import Submit
 
 _PROMPT_LEN, _BATCH, _SHORT_LEN = 512, 64, 16
 _TIMES = 7  # that each is measured; the median counts

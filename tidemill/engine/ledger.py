@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tidemill import events
-from tidemill.events import Event
+from tidemill.types import events
+from tidemill.types.events import Event
 
 MAX_TENANTS = 1000  # with a row of their own
 OTHERS = "others"  # the row of all tenants beyond that

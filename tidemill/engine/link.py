@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from tidemill.config import EngineOptions
 from tidemill.errors import ERRORS_BY_NAME, EngineDead, TidemillError
-from tidemill.wire import (
+from tidemill.types.wire import (
     FromEngine,
     Inspect,
     Inspected,

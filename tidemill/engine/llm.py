@@ -45,13 +45,13 @@ from tidemill.engine.load import load_core
 from tidemill.engine.metrics import Metric, Metrics
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import EngineDead, InvalidRequest, TidemillError
-from tidemill.events import Event, ModelLoaded
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, label_probs, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.inputs import Segment, second_text
-from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
-from tidemill.wire import Abort, Delta, Finish, Submit
+from tidemill.types.events import Event, ModelLoaded
+from tidemill.types.inputs import Segment, second_text
+from tidemill.types.sampling import BeamSearchParams, SamplingParams, sample_seed
+from tidemill.types.wire import Abort, Delta, Finish, Submit
 
 _MAX_EVENTS = 100_000
 

@@ -12,7 +12,7 @@ from typing import Any
 from tidemill.config import STORED_FORMATS, EngineOptions, parse_bytes
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 from tidemill.weights.locate import locate
 
 NO_LIMIT = 2**31 - 1

@@ -9,8 +9,8 @@ from typing import Any, Self
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import RequestOutputKind, SamplingParams
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.types.sampling import RequestOutputKind, SamplingParams
+from tidemill.types.wire import Delta, Timings, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tidemill import events
 from tidemill.capabilities import check_setup
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.config.choices import MAX_RANKS
 from tidemill.config.resolve import set_up
 from tidemill.config.streaming import streams_neurons
+from tidemill.distributed.layouts import DEVICES, gather_from
+from tidemill.distributed.stages import decide_stages, kv_layers, stages_of
 from tidemill.engine.core import EngineCore
 from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
@@ -18,7 +19,6 @@ from tidemill.engine.moments import EngineComponents
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import ConfigError
-from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
@@ -28,11 +28,8 @@ from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.split_neurons import NeuronSplit
 from tidemill.layers.streamed import DiskStreaming, Streaming
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.parallel.layouts import DEVICES, gather_from
-from tidemill.parallel.stages import decide_stages, kv_layers, stages_of
 from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
@@ -42,6 +39,9 @@ from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.policies import make_policy
+from tidemill.types import events
+from tidemill.types.events import EventBuffer
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate

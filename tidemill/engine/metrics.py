@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from tidemill import events
 from tidemill.engine.ledger import Ledger, LedgerCollector
-from tidemill.events import Event
+from tidemill.types import events
+from tidemill.types.events import Event
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,20 +24,20 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 from tidemill.config import EngineConfig
 from tidemill.engine.outputs import LiveRequest
 from tidemill.errors import TidemillError
-from tidemill.events import EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.tiers import Tiers
-from tidemill.kv_policy import CachePolicy
-from tidemill.model_config import ModelConfig
 from tidemill.runner.base import Ranks, Runner, StepResult
 from tidemill.runner.spec import Drafter
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Delta, FromEngine, Resumed, Submit, ToEngine
+from tidemill.types.events import EventBuffer
+from tidemill.types.kv_policy import CachePolicy
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Delta, FromEngine, Resumed, Submit, ToEngine
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from tidemill.model_config import ModelConfig
 from tidemill.runner.base import StepResult
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.wire import Delta, Submit, Timings, TokenLogprobs, logprob_pieces
+from tidemill.types.model_config import ModelConfig
+from tidemill.types.wire import Delta, Submit, Timings, TokenLogprobs, logprob_pieces
 
 
 class LiveRequest(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 from tidemill.engine.inbox import Inbox
 from tidemill.errors import EngineDead
 from tidemill.sched.request import BACKGROUND
-from tidemill.wire import PromptProgress, Resumed, Submit
+from tidemill.types.wire import PromptProgress, Resumed, Submit
 
 GOES_ON = "its engine was lost: it goes on in another"  # the reason for which such a request is aborted
 

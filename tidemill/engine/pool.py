@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions
 from tidemill.engine.budget import Budget
 from tidemill.engine.client import EngineClient
 from tidemill.engine.link import EngineLink
 from tidemill.errors import EngineDead, TidemillError
-from tidemill.events import Event
-from tidemill.wire import Loading
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Loading
 
 _LOOK_EVERY_S = 0.1  # for a busy engine to become idle
 _MIN_TURN_S = 1.0

@@ -23,12 +23,12 @@ from tidemill.engine.parts.announcer import Announcer
 from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.engine.refusals import refusal
 from tidemill.errors import TidemillError
-from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
 from tidemill.kernels import machine
 from tidemill.kernels.cuda import compile_server
-from tidemill.sampling import SamplingParams
-from tidemill.wire import (
+from tidemill.types.events import Event
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import (
     Abort,
     Finish,
     FromEngine,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidemill import events
 from tidemill.engine.pending import Pending
-from tidemill.events import Event
-from tidemill.wire import Delta, PromptProgress
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Delta, PromptProgress
 
 
 class Progress:

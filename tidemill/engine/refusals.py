@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.errors import InvalidRequest, ModelFailed, TidemillError
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Refused
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Refused
 
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill import events
 from tidemill.capabilities import asked, check
 from tidemill.config import EngineOptions, settled
 from tidemill.config.transfer import numbered
@@ -31,9 +30,10 @@ from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
 from tidemill.engine.routing import Route, Routing
 from tidemill.errors import EngineDead, TidemillError
-from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
-from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
 
 MAX_LOSSES = 5
 

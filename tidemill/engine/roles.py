@@ -23,16 +23,16 @@ from itertools import count
 
 import msgspec
 
-from tidemill import events
 from tidemill.capabilities import check
 from tidemill.config import EngineOptions
 from tidemill.engine.client import PROBE, EngineClient
 from tidemill.engine.routing import BLOCK_LEN, Route, Routing, keys_of
-from tidemill.events import Event
 from tidemill.sched.placement import Choice, Placement
 from tidemill.sched.request import BACKGROUND, HANDED_OVER
 from tidemill.sched.room import Room, first_in
-from tidemill.wire import Delta, Ready, Submit, Timings
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Delta, Ready, Submit, Timings
 
 PREFILL, DECODE = "prefill", "decode"
 _PATIENCE_S = 5.0  # at the gate; then a request enters though there is no room, one at a time, so that none starves

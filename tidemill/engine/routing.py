@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
-from tidemill.events import Event
-from tidemill.inputs import content_ids
 from tidemill.sched.placement import Placement, prefix_keys
-from tidemill.wire import Delta, Ready, Resumed, Submit
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.inputs import content_ids
+from tidemill.types.wire import Delta, Ready, Resumed, Submit
 
 BLOCK_LEN = 32  # tokens of a prompt that are remembered together
 _TOKEN_BYTES = 4

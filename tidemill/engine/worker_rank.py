@@ -11,14 +11,14 @@ from itertools import count
 from typing import Any
 
 from tidemill.config import EngineConfig
+from tidemill.distributed.channel import Address, Door, connect
+from tidemill.distributed.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.engine.kv_tiers import open_outside
 from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
 from tidemill.kv.tiers import Moved
 from tidemill.layers.lora import Loras
-from tidemill.parallel.channel import Address, Door, connect
-from tidemill.parallel.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.base import StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.group_loras import put_own, received

@@ -11,8 +11,8 @@ from tidemill.frontend.parsers import OutputFormat
 from tidemill.frontend.stop_regex import RegexFinder
 from tidemill.frontend.stop_strings import compiled_stops
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Delta
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Delta
 
 # Tokens and log-probabilities that are made text of between two turns of the event loop: some 5 ms.
 CELLS_PER_TURN = 1024

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.sampling import GREEDY_BELOW, SamplingParams
+from tidemill.types.sampling import GREEDY_BELOW, SamplingParams
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import PACKAGED, packaged_file, read_json
 

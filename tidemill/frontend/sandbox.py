@@ -169,7 +169,7 @@ def _renderer(source: str, control: list[str]) -> Callable[..., str]:
 def _checker(backend: str, tokenizer_path: str, num_tokens: int) -> Callable[[str, str], None]:
     from tidemill.frontend.structured import Grammars
     from tidemill.frontend.tokenizer import Tokenizer
-    from tidemill.sampling import Grammar
+    from tidemill.types.sampling import Grammar
 
     grammars = Grammars.of(backend, Tokenizer.load(Path(tokenizer_path)), num_tokens)
 

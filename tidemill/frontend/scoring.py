@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import mul
 
 from tidemill.errors import InvalidRequest
-from tidemill.model_config import ModelConfig
+from tidemill.types.model_config import ModelConfig
 
 MAX_PAIRS = 2048
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar
+from tidemill.types.sampling import Grammar
 from tidemill.weights.locate import depth_of
 
 BACKENDS = ("llguidance", "xgrammar")

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.cache_layout import Place
 from tidemill.kernels import kvquant, masks
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_pages, read_slots, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.kernels.trees import Paths
-from tidemill.model_config import AttentionSpec
+from tidemill.types.cache_layout import Place
+from tidemill.types.model_config import AttentionSpec
 
 PREFILL_TILE = 32
 _FIRST_BLOCK, _LAST_BLOCK = 64, 512

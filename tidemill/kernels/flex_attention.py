@@ -25,7 +25,7 @@ from tidemill.errors import ConfigError
 from tidemill.kernels import masks
 from tidemill.kernels.attention import enter_heads
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
-from tidemill.model_config import AttentionSpec
+from tidemill.types.model_config import AttentionSpec
 
 _ROWS = 16  # of a tile: the fewest that the matrix units take
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": _ROWS}

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tidemill.cache_layout import Place
 from tidemill.kernels import masks
 from tidemill.kernels.kvquant import KVQuant
-from tidemill.kv_format import FORMATS, KVFormat
-from tidemill.model_config import AttentionSpec, LayerSpec
+from tidemill.types.cache_layout import Place
+from tidemill.types.kv_format import FORMATS, KVFormat
+from tidemill.types.model_config import AttentionSpec, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tidemill.model_config import AttentionSpec
+from tidemill.types.model_config import AttentionSpec
 
 # Positions, heads and scores are ints, arrays or tensors that broadcast.
 Mask = Callable[[Any, Any], Any]  # (query position, key position) -> seen

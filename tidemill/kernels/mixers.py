@@ -21,7 +21,7 @@ from tidemill.kernels.policies import Round
 from tidemill.kernels.policy_attention import PolicyStep, plan_policies
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
 from tidemill.kernels.trees import Paths
-from tidemill.model_config import LayerSpec
+from tidemill.types.model_config import LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention
 AttentionStep: TypeAlias = NativeStep | TorchStep | PolicyStep

@@ -24,7 +24,7 @@ from tidemill.kernels.glu import ACTIVATIONS, glu, glu_reference
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
 from tidemill.kernels.native import structs
 from tidemill.kernels.quantized_linear import Codes, code_panels, kind_number, kind_of
-from tidemill.model_config import MoESpec
+from tidemill.types.model_config import MoESpec
 
 
 def route_reference(

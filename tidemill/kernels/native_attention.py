@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
@@ -19,6 +18,7 @@ from tidemill.kernels.native import structs
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
 from tidemill.kernels.trees import Paths
+from tidemill.types.coverage import uncovered
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
 # keep more threads busy. Bits do not depend on it.

@@ -12,7 +12,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.native import structs
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, cut
-from tidemill.model_config import STATE_KINDS, StateSpec
+from tidemill.types.model_config import STATE_KINDS, StateSpec
 
 _MAX_KERNEL = 16  # as in scan.c
 

@@ -14,7 +14,7 @@ import torch
 
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import Paths
-from tidemill.kv_policy import SPARSE, CachePolicy
+from tidemill.types.kv_policy import SPARSE, CachePolicy
 
 NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "random": 5, "double": 6}  # as in policy_attention.c
 

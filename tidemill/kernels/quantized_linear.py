@@ -13,7 +13,7 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.linear import Held, Weight, to_panels
-from tidemill.weight_types import SIGNED_4_BITS
+from tidemill.types.weight_types import SIGNED_4_BITS
 
 GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1

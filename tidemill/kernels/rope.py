@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from tidemill.model_config import RopeScaling
+from tidemill.types.model_config import RopeScaling
 
 _POSITIONS_AT_ONCE = 4096  # bounds the float64 intermediates
 

@@ -14,7 +14,7 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.native import structs
-from tidemill.model_config import MoESpec
+from tidemill.types.model_config import MoESpec
 
 _OF_SHARED = 64.0  # the sigmoid of which is 1
 _LEAST_SUM = 1e-20

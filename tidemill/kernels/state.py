@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.cache_layout import StateLayout
-from tidemill.model_config import LayerSpec, StateSpec
+from tidemill.types.cache_layout import StateLayout
+from tidemill.types.model_config import LayerSpec, StateSpec
 
 _UNIT_EPS = 1e-6  # in the norm of a delta rule's keys and queries
 SEGMENT_FIELDS = 5  # row of the table, first token in the step, tokens, source block (-1: zeros), target block

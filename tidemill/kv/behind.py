@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from tidemill.cache_layout import Group
 from tidemill.kv.groups import GroupTable
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, HashPath, Path
 from tidemill.kv.tiers import Moved, PageMove, Tier, Tiers
+from tidemill.types.cache_layout import Group
 
 MOST_EXPORTS = 64  # stores under way, at most
 _MOST_EXPECTED = 1 << 16  # contents

@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterator, Sequence, Set
 
 import msgspec
 
-from tidemill.cache_layout import Group
-from tidemill.inputs import Segment, uncut
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
@@ -26,7 +24,9 @@ from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
 from tidemill.kv.tiers import Tiers
-from tidemill.kv_policy import CachePolicy
+from tidemill.types.cache_layout import Group
+from tidemill.types.inputs import Segment, uncut
+from tidemill.types.kv_policy import CachePolicy
 
 INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 

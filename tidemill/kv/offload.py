@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from tidemill.inputs import Segment
 from tidemill.kv.behind import Behind
 from tidemill.kv.pages import PagePool
 from tidemill.kv.prefix import AnyIndex
 from tidemill.kv.tiers import Moved, PageMove, Tiers
+from tidemill.types.inputs import Segment
 
 
 class _Holder(Protocol):

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from tidemill.cache_layout import Group
-from tidemill.inputs import Segment, name_of, overlapping
 from tidemill.kv.pages import NULL_PAGE
+from tidemill.types.cache_layout import Group
+from tidemill.types.inputs import Segment, name_of, overlapping
 
 
 class Path(ABC):

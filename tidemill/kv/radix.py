@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from tidemill.cache_layout import Group
-from tidemill.inputs import Segment, overlapping
 from tidemill.kv.pages import NULL_PAGE
 from tidemill.kv.prefix import Found, Path, PrefixIndex
+from tidemill.types.cache_layout import Group
+from tidemill.types.inputs import Segment, overlapping
 
 _WIDTH = 4  # bytes of a token
 _FIRST_NUMBER, _MOST_NUMBERS = 2**31, 65_536

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Cut, heads_of
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.pending import Pending
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import AttentionSpec, ModelConfig
-from tidemill.parallel.cuts import Cut, heads_of
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import AttentionSpec, ModelConfig
 
 
 class AttentionStep(Protocol):

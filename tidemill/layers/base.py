@@ -8,8 +8,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Cut, Size
 from tidemill.errors import CheckpointError
-from tidemill.parallel.cuts import Cut, Size
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.slices import NoRows, take_rows
 

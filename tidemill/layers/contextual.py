@@ -10,8 +10,8 @@ from torch import nn
 from tidemill.errors import ConfigError
 from tidemill.layers.attention import Attention
 from tidemill.layers.mlp import GatedMLP
-from tidemill.model_config import ModelConfig
 from tidemill.quant.predicted import PredictedNeurons, scores_of
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.predictors import HEADS, NEURONS, read_predictors
 
 M = TypeVar("M", bound=nn.Module)

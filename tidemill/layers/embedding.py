@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Size, even
+from tidemill.distributed.group import group_of
+from tidemill.distributed.shard import Shard
 from tidemill.kernels.linear import Weight
 from tidemill.layers.linear import Linear
-from tidemill.parallel.cuts import Size, even
-from tidemill.parallel.group import group_of
-from tidemill.parallel.shard import Shard
 from tidemill.quant import PLAIN, WeightPlan
 
 

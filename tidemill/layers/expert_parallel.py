@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tidemill.distributed.group import Group
+from tidemill.distributed.shard import Shard
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, combine, route_reference
-from tidemill.model_config import MoESpec
-from tidemill.parallel.group import Group
-from tidemill.parallel.shard import Shard
+from tidemill.types.model_config import MoESpec
 
 
 class ParallelExperts(ExpertWeights):

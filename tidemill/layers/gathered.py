@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from tidemill.distributed.group import group_of
+from tidemill.distributed.shard import Shard
 from tidemill.errors import ConfigError
 from tidemill.kernels.memory import memory
 from tidemill.kernels.moe import NativeExperts
@@ -15,10 +17,8 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, Router
 from tidemill.layers.row_split import RowSplit, RowStep, can_split
 from tidemill.layers.streamed import Stream, Streaming, resident_bytes, slots_in_turn
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.group import group_of
-from tidemill.parallel.shard import Shard
 from tidemill.quant.gathered import LANES, Gathered, GatheredExperts, SharedWeights, own_rows, places_of
+from tidemill.types.model_config import ModelConfig
 
 _SLOTS = 2
 _PIECE = 2**20

@@ -22,8 +22,8 @@ import torch
 from tidemill.kernels.memory import memory
 from tidemill.layers.host_memory import Waits, pin
 from tidemill.layers.places import Places
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertStacks
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:

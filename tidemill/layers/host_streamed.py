@@ -23,9 +23,9 @@ from tidemill.layers.host_memory import Waits, pin
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE
 from tidemill.layers.streamed import Reads, Streaming, resident_bytes, tensors_of
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.quant.cuda import CudaExperts
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 _SMALL = 2**16  # bytes of a tensor that is not worth a copy: it stays

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tidemill.distributed.cuts import Cut, Size, even, num_of, unit_of, whole_of
+from tidemill.distributed.group import Group, group_of
+from tidemill.distributed.shard import Shard
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
 from tidemill.kernels.parts import take_columns
 from tidemill.kernels.pending import Pending, PendingLora
 from tidemill.layers.base import Layer, read_values
-from tidemill.parallel.cuts import Cut, Size, even, num_of, unit_of, whole_of
-from tidemill.parallel.group import Group, group_of
-from tidemill.parallel.shard import Shard
 from tidemill.quant import PLAIN, Gated, LinearRows, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 

@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Cut, Size, heads_of, rank_spec, together
+from tidemill.distributed.group import group_of
+from tidemill.distributed.shard import Shard
 from tidemill.kernels.norm import NormGroup, shared_rms_norm
 from tidemill.kernels.state import ScanInputs, StateWeights
 from tidemill.layers.base import Layer, read_values
 from tidemill.layers.linear import Linear
-from tidemill.model_config import LayerSpec, ModelConfig, StateSpec
-from tidemill.parallel.cuts import Cut, Size, heads_of, rank_spec, together
-from tidemill.parallel.group import group_of
-from tidemill.parallel.shard import Shard
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import LayerSpec, ModelConfig, StateSpec
 from tidemill.weights.checkpoint import WeightTensor
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Size, feed_forward_cut
 from tidemill.kernels.glu import activate
 from tidemill.kernels.neurons import ChosenNeurons, NeuronWeights
 from tidemill.kernels.pending import Pending
 from tidemill.layers.linear import GatedLinear, Linear
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.cuts import Size, feed_forward_cut
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 
 # A feed-forward of which some neurons are computed elsewhere: of its input and its two layers.
 SplitFeedForward = Callable[[torch.Tensor, GatedLinear, Linear], torch.Tensor]

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Cut, even, expert_cut, shared_cut, together
+from tidemill.distributed.group import group_of
+from tidemill.distributed.shard import WHOLE
 from tidemill.errors import CheckpointError
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
@@ -17,11 +20,8 @@ from tidemill.layers.base import Layer, columns_of, read_values, rows_of
 from tidemill.layers.expert_parallel import ParallelExperts
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP, inner_size
-from tidemill.model_config import ModelConfig, MoESpec
-from tidemill.parallel.cuts import Cut, even, expert_cut, shared_cut, together
-from tidemill.parallel.group import group_of
-from tidemill.parallel.shard import WHOLE
 from tidemill.quant import ExpertParts, ExpertStacks, WeightPlan
+from tidemill.types.model_config import ModelConfig, MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 _SIDES = ("gate", "up", "down")

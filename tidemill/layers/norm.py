@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Size, num_of, whole_of
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm
 from tidemill.kernels.pending import Pending
 from tidemill.layers.base import Layer
-from tidemill.parallel.cuts import Size, num_of, whole_of
 from tidemill.weights.checkpoint import WeightTensor
 
 _LAYER_NORM = {"weight": "weight", "bias": "weight.bias"}  # and the parts that are stored

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from tidemill.distributed.group import group_of
+from tidemill.distributed.shard import Shard
 from tidemill.errors import ConfigError
 from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import PlacedMatrix
@@ -23,10 +25,8 @@ from tidemill.layers.attention import AttentionStep
 from tidemill.layers.linear import Linear
 from tidemill.layers.row_split import RowSplit, RowStep
 from tidemill.layers.streamed import Streaming, resident_bytes
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.group import group_of
-from tidemill.parallel.shard import Shard
 from tidemill.quant.gathered import SharedWeights, Shown
+from tidemill.types.model_config import ModelConfig
 
 
 class AllRanks:

@@ -7,7 +7,7 @@ import torch
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.rope import rope_frequencies, rope_tables
 from tidemill.layers.base import Layer
-from tidemill.model_config import Rotation
+from tidemill.types.model_config import Rotation
 
 
 class Rope(Layer):

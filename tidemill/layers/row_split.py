@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tidemill.distributed.cuts import heads_of
+from tidemill.distributed.group import Group
+from tidemill.distributed.shard import Shard
+from tidemill.distributed.shared import SharedGroup
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.exchanges import Exchange
 from tidemill.layers.attention import AttentionStep
-from tidemill.model_config import ModelConfig
-from tidemill.parallel.cuts import heads_of
-from tidemill.parallel.group import Group
-from tidemill.parallel.shard import Shard
-from tidemill.parallel.shared import SharedGroup
+from tidemill.types.model_config import ModelConfig
 
 
 class RowSplit:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tidemill.distributed.world import Stage
 from tidemill.kernels.norm import add
-from tidemill.parallel.world import Stage
 
 
 class StageBlocks(nn.ModuleList):

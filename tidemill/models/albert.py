@@ -10,10 +10,10 @@ import torch
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.linear import Linear
-from tidemill.model_config import ModelConfig
 from tidemill.models.bert import Bert, BertCrossEncoder
 from tidemill.models.settings import Settings
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _LAYER = "encoder.albert_layer_groups.{}.albert_layers.0"

@@ -11,10 +11,10 @@ from torch import nn
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama
 from tidemill.models.settings import Nullable, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _MLP = {

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import part_config
+from tidemill.distributed.world import Stage
 from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
@@ -29,12 +31,10 @@ from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.layers.streamed import Reads, Streaming
-from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.heads import Labels
 from tidemill.models.settings import required
-from tidemill.parallel.cuts import part_config
-from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, Rotation
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import View, cut, joined
 

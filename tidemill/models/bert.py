@@ -16,11 +16,11 @@ from tidemill.layers.embedding import Embedding
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import MLP
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import AttentionSpec, ModelConfig, Pooler, alike
 from tidemill.models.base import Model, stored_values
 from tidemill.models.heads import Labels
 from tidemill.models.settings import Keys, Nullable, Settings, one_of, read_settings, refuse
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import AttentionSpec, ModelConfig, Pooler, alike
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import Modules
 

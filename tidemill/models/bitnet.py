@@ -8,16 +8,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import Size, heads_of, num_of, whole_of
+from tidemill.distributed.group import group_of
 from tidemill.kernels.norm import NormGroup, shared_rms_norm
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models import llama
 from tidemill.models.settings import Nullable, rope_keys
-from tidemill.parallel.cuts import Size, heads_of, num_of, whole_of
-from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 
 
 class SubNorm(RMSNorm):

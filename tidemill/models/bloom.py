@@ -8,12 +8,12 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import stored_kv_bits, stored_values
 from tidemill.models.gpt2 import Block
 from tidemill.models.llama import Llama, source_of
 from tidemill.models.settings import Settings, refuse
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.weights.checkpoint import Checkpoint
 
 _CONTEXT = 2048  # of the published models, some of which do not say

@@ -14,7 +14,6 @@ from tidemill.kernels.norm import add
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import (
     Llama,
     from_settings,
@@ -25,6 +24,7 @@ from tidemill.models.llama import (
 )
 from tidemill.models.settings import Nullable, Settings, optional, refuse, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _EVERY = 4  # layers, the last of which is without a window, in files that do not say

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig
 from tidemill.models.bert import Bert, BertCrossEncoder
 from tidemill.models.settings import Nullable, Settings
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _EPS = 1e-12

@@ -9,10 +9,10 @@ import torch
 
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.linear import Linear
-from tidemill.model_config import ModelConfig
 from tidemill.models.bert import Bert, BertCrossEncoder
 from tidemill.models.settings import Settings
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from tidemill.errors import CheckpointError
-from tidemill.model_config import ModelConfig, Routing
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.mixtral import hf_experts
 from tidemill.models.scored_experts import NAMES
 from tidemill.models.settings import Nullable, Settings, rope_keys
+from tidemill.types.model_config import ModelConfig, Routing
 from tidemill.weights.checkpoint import Checkpoint
 
 

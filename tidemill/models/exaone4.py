@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import (
     from_settings,
     gguf_windows,
@@ -19,6 +18,7 @@ from tidemill.models.llama import (
 from tidemill.models.olmo2 import Block as Olmo2Block
 from tidemill.models.olmo2 import Olmo2
 from tidemill.models.settings import Nullable, Settings, rope_keys
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _EVERY = 4  # layers, the last of which is without a window

@@ -15,7 +15,6 @@ from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of, with_windows
 from tidemill.models.settings import (
     Nullable,
@@ -28,6 +27,7 @@ from tidemill.models.settings import (
     rope_keys,
 )  # fmt: skip
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.weights.checkpoint import Checkpoint, PartOf
 
 # layers of the 27B models, whose scores are scaled by the size of a head as if hidden_size were cut

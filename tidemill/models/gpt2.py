@@ -13,11 +13,11 @@ from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import stored_kv_bits, stored_values
 from tidemill.models.llama import ACTS, Llama, check_numbers, source_of, table_rows
 from tidemill.models.settings import Nullable, Settings, one_of, optional, refuse, required
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.packed.base import PackedTensor
 from tidemill.weights.views import View

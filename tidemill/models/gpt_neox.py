@@ -12,11 +12,11 @@ import torch
 from tidemill.kernels.norm import add
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models.gpt2 import Block as GPT2Block
 from tidemill.models.llama import Llama, from_settings
 from tidemill.models.settings import Settings, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

@@ -16,11 +16,11 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels.glu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from tidemill.layers.base import read_values
 from tidemill.layers.moe import Experts, MoE
-from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.llama import Block, Llama, from_settings, source_of, windows_of, with_windows
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.settings import Nullable, Settings, required, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, MoESpec
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
 

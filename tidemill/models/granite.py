@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from tidemill.errors import CheckpointError
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.settings import Nullable, Settings, optional, rope_keys
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _GGUF = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")  # after the architecture

@@ -10,9 +10,9 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.linear import Linear
-from tidemill.model_config import LabelHead, ModelConfig
 from tidemill.models.settings import optional
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import LabelHead, ModelConfig
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 
 _VALUES_AT_ONCE = 2**24

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from tidemill.distributed.world import Stage
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
 from tidemill.layers.base import Layer
@@ -19,12 +20,11 @@ from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.layers.stage import ResidualSum, StageBlocks
-from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.models.base import CausalLM, stored_kv_bits, stored_values
 from tidemill.models.heads import Labels, ties_head
 from tidemill.models.settings import Keys, Nullable, Settings, one_of, optional, read_rope, read_settings, required, rope_keys
-from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import decoder_pooling
 

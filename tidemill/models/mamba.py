@@ -12,11 +12,11 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import MambaMixer, StateMixer, StateParameters, StateStep
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import ModelConfig, StateSpec, alike
 from tidemill.models.base import stored_values
 from tidemill.models.llama import Llama, source_of
 from tidemill.models.settings import Nullable, Settings, one_of, required
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, StateSpec, alike
 from tidemill.weights.checkpoint import Checkpoint
 
 MAX_CONTEXT = 2**17  # nothing in the model limits it: the length that the engine keeps tables for, unless a file says less

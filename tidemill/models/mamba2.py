@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
+from tidemill.distributed.cuts import together
 from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import StateMixer, state_cut
-from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
 from tidemill.models.mamba import MAX_CONTEXT, Mamba
 from tidemill.models.settings import Nullable, Settings, required
-from tidemill.parallel.cuts import together
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, StateSpec
 from tidemill.weights.checkpoint import Checkpoint
 
 

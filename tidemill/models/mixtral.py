@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tidemill.errors import CheckpointError
-from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.llama import Llama, from_settings
 from tidemill.models.settings import Nullable, Settings, optional, required, rope_keys
+from tidemill.types.model_config import ModelConfig, MoESpec
 from tidemill.weights.checkpoint import Checkpoint
 
 Names = list[tuple[str, str, str, str]]

@@ -10,10 +10,10 @@ from torch import nn
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.base import Layer
-from tidemill.model_config import ModelConfig
 from tidemill.models.roberta import Roberta, RobertaCrossEncoder
 from tidemill.models.settings import Nullable, Settings
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _NUM_BUCKETS, _MAX_DISTANCE = 32, 128

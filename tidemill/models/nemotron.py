@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models.arcee import Arcee
 from tidemill.models.gpt2 import Block
 from tidemill.models.llama import from_settings
 from tidemill.models.settings import Nullable, Settings, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

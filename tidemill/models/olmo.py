@@ -12,11 +12,11 @@ from tidemill.kernels.clip import clip
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models import gpt2
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.settings import Nullable, Settings, optional, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint, PartOf
 
 _EPS = 1e-5

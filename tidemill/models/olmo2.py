@@ -9,17 +9,17 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import heads_of
+from tidemill.distributed.group import group_of
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights
 from tidemill.kernels.norm import NormGroup, qk_norm, shared_rms_norm
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of
 from tidemill.models.settings import Nullable, Settings, read_layered_rope, rope_keys
-from tidemill.parallel.cuts import heads_of
-from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, Rotation
 from tidemill.weights.checkpoint import Checkpoint
 
 _EVERY = 4  # layers, the last of which is without a window, in files that do not say

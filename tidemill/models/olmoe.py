@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Block, Llama, from_settings, source_of
 from tidemill.models.mixtral import expert_names, gguf_experts, hf_experts
 from tidemill.models.olmo2 import NormedAttention
 from tidemill.models.settings import Nullable, Settings, refuse, rope_keys
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

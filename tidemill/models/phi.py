@@ -13,10 +13,10 @@ from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Head
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.settings import Nullable, Settings, refuse, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama, from_settings
 from tidemill.models.settings import Nullable, Settings, rope_keys
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 FUSED_GATE_UP = ("model.layers.{}.mlp.gate_up_proj", "blk.{}.ffn_up")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama, from_settings, with_windows
 from tidemill.models.qwen2 import late_windows
 from tidemill.models.settings import Nullable, Settings, rope_keys
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from tidemill.distributed.cuts import heads_of, together
 from tidemill.errors import CheckpointError
 from tidemill.kernels.gate import gated
 from tidemill.layers.attention import Attention, AttentionStep
@@ -15,14 +16,13 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.mamba import StateMixer, StateParameters, state_cut
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import LayerSpec, ModelConfig, StateSpec
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.qwen_moe import Qwen2MoE, with_experts
 from tidemill.models.settings import Nullable, Settings, optional, required, rope_keys
-from tidemill.parallel.cuts import heads_of, together
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import LayerSpec, ModelConfig, StateSpec
 from tidemill.weights.checkpoint import Checkpoint
 
 _ATTENTION_EVERY = 4

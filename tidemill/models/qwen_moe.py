@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.llama import Llama, from_settings, source_of, windows_of, with_windows
 from tidemill.models.mixtral import expert_names, gguf_experts, hf_experts
 from tidemill.models.qwen2 import Qwen2
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.settings import Nullable, Settings, required, rope_keys
+from tidemill.types.model_config import ModelConfig, MoESpec
 from tidemill.weights.checkpoint import Checkpoint
 
 _NAMES = expert_names("model.layers.{}.mlp", "gate", "gate_proj", "up_proj", "down_proj")

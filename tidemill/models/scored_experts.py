@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig, MoESpec, Routing
 from tidemill.models.llama import Block as LlamaBlock
 from tidemill.models.llama import Llama, from_settings, source_of, windows_of, with_windows
 from tidemill.models.mixtral import expert_names, hf_experts
@@ -15,6 +14,7 @@ from tidemill.models.olmo2 import NormedAttention
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.settings import Nullable, Settings, rope_keys
 from tidemill.quant import WeightPlan
+from tidemill.types.model_config import ModelConfig, MoESpec, Routing
 from tidemill.weights.checkpoint import Checkpoint
 
 _MLP = "model.layers.{}.mlp"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.errors import CheckpointError
-from tidemill.model_config import RopeScaling
+from tidemill.types.model_config import RopeScaling
 
 _NUMBERS_BELOW = 2**31
 _SCALINGS = ("linear", "llama3", "yarn", "longrope")

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from tidemill.cache_layout import Group
 from tidemill.config.cache import bytes_of_page
 from tidemill.engine.core import EngineCore
 from tidemill.errors import ConfigError, TidemillError
@@ -19,10 +18,11 @@ from tidemill.planning.cost import Shapes, StepShape
 from tidemill.planning.fit import Sample, fit
 from tidemill.planning.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.runner.base import StepResult
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
+from tidemill.types.cache_layout import Group
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Submit
 from tidemill.version import __version__
-from tidemill.wire import Submit
 
 # Of few tokens every number: on a CPU they are computed in tiles of rows, and a step's time is a staircase.
 _BATCHES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

@@ -9,14 +9,14 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.moments import EngineComponents, Step, Submission
 from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
-from tidemill.events import EventBuffer
 from tidemill.kv.prefix import HashIndex
 from tidemill.planning.runner import SimRunner
 from tidemill.planning.steady import SteadyDecoding
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
-from tidemill.wire import Abort, Delta, Submit
+from tidemill.types.events import EventBuffer
+from tidemill.types.wire import Abort, Delta, Submit
 
 
 class SimCore(EngineCore):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
 from tidemill.planning.cost import CostModel, Curve, FittedCost
 from tidemill.planning.hardware import ONE, Estimate, Hardware, Shape, estimate
 from tidemill.planning.profile import Profile, shipped_profiles
+from tidemill.types.model_config import ModelConfig
 
 _NONE = "none"
 _ESTIMATED = "estimated from the model's shape and the device's measured rates"

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import bytes_of_page, decide_layout
+from tidemill.distributed import layouts
+from tidemill.distributed.cuts import rank_config
+from tidemill.distributed.layouts import Layout, Phase
+from tidemill.distributed.shard import Shard
+from tidemill.distributed.stages import computed_ends, counts_of, kv_layers, stages_of
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
-from tidemill.parallel import layouts
-from tidemill.parallel.cuts import rank_config
-from tidemill.parallel.layouts import Layout, Phase
-from tidemill.parallel.shard import Shard
-from tidemill.parallel.stages import computed_ends, counts_of, kv_layers, stages_of
 from tidemill.planning.cost import Shapes, StepShape
 from tidemill.sched.plan import StepPlan
+from tidemill.types.cache_layout import CacheLayout
+from tidemill.types.model_config import ModelConfig
 
 _SMALLEST_BATCH = 32  # tokens of a micro-batch
 _BATCHES_A_STAGE = 2

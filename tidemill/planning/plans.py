@@ -9,11 +9,11 @@ from functools import cached_property
 
 from tidemill.config.cache import STATE_INTERVAL
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
 from tidemill.planning.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
 from tidemill.planning.cost import CostModel
 from tidemill.planning.hardware import ONE, Cache, Hardware, Seen, Shape, cache_of, estimate, free_bytes, sent_bytes
 from tidemill.planning.simulator import SimConfig
+from tidemill.types.model_config import ModelConfig
 
 _LINK_LATENCY_S = 1e-3
 

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from tidemill.cache_layout import Group
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
 from tidemill.planning.cost import Amount, FittedCost, StepShape
+from tidemill.types.cache_layout import Group
+from tidemill.types.model_config import ModelConfig
 
 FORMAT = 1  # of the file; raised when its fields mean something else
 _MAX_BYTES = 1 << 20

@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 
 from tidemill.errors import ConfigError
-from tidemill.inputs import content_ids, name_of, overlapping
 from tidemill.planning.trace import Row
 from tidemill.record.format import SEGMENT_LEN, Ended
 from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
-from tidemill.sampling import MAX_N
+from tidemill.types.inputs import content_ids, name_of, overlapping
+from tidemill.types.sampling import MAX_N
 
 
 class _Numbers:

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import msgspec
 
-from tidemill.cache_layout import Group
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
 from tidemill.planning.cost import Curve, FittedCost, StepShape
@@ -23,6 +22,7 @@ from tidemill.planning.simulator import SimConfig, SimTiers
 from tidemill.planning.trace import Row, from_zero
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedServer, Recording
+from tidemill.types.cache_layout import Group
 from tidemill.version import __version__
 
 _MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording

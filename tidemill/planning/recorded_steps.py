@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidemill import events
-from tidemill.events import Event
 from tidemill.planning.cost import StepShape
 from tidemill.planning.fit import Sample
+from tidemill.types import events
+from tidemill.types.events import Event
 
 _IDLE_S = 0.001  # the loop waited: the step does not follow the one before it
 

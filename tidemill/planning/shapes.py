@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, MoESpec, StateSpec, alike
+from tidemill.types.model_config import AttentionSpec, LayerSpec, ModelConfig, MoESpec, StateSpec, alike
 
 
 def _dense(

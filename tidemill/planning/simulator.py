@@ -12,25 +12,25 @@ from functools import lru_cache
 
 import msgspec
 
-from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
 from tidemill.config.compute import decide_step_cost
 from tidemill.engine.moments import EngineComponents
 from tidemill.errors import TidemillError
-from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
 from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
-from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.planning.core import SimCore
 from tidemill.planning.cost import CostModel, LinearCost
 from tidemill.planning.drafter import SimDrafter, Speculation
 from tidemill.planning.moves import SimMover
 from tidemill.planning.profile import EngineShape
 from tidemill.planning.runner import SimDevice, SimRunner
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.wire import Abort, Hold, Submit
+from tidemill.types.cache_layout import Group, one_group
+from tidemill.types.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
+from tidemill.types.model_config import AttentionSpec, ModelConfig, alike
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Abort, Hold, Submit
 
 
 @dataclass(frozen=True, slots=True)

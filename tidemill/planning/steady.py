@@ -22,8 +22,6 @@ from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace, nsmallest
 from typing import Any
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.planning.drafter import token_of
 from tidemill.sched import preemption
 from tidemill.sched.clock import Clock
@@ -33,6 +31,8 @@ from tidemill.sched.policies import StepState
 from tidemill.sched.queue import AGEING_S, Tenant
 from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Scheduler
+from tidemill.types import events
+from tidemill.types.events import EventSink
 
 _EARLY_S = 1e-6  # before a moment at which the queue's order changes: sums of times are not exact
 _MAX_LOOKED_UP = 8  # queued requests whose first pages are

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from tidemill.errors import ConfigError
 from tidemill.planning.runner import FIRST_TOKEN
 from tidemill.planning.simulator import Arrival
-from tidemill.sampling import MAX_N
+from tidemill.types.sampling import MAX_N
 
 MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
 MAX_REQUESTS = 10_000_000

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tidemill.errors import ProgramError
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.types.sampling import Grammar, SamplingParams
 
 MAX_TOKENS = 128  # of a generation without max_tokens
 MAX_CHOICES = 256  # of a select: a request each

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.programs.backend import Backend, Generated, OnText, Scored, Token
 from tidemill.programs.expressions import Gen
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM

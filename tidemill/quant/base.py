@@ -12,7 +12,7 @@ import torch
 from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.model_config import MoESpec
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")

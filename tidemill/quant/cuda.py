@@ -11,8 +11,8 @@ import torch
 
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:

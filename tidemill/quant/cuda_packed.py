@@ -13,11 +13,11 @@ from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.pending import SplitK
 from tidemill.kernels.quantized_linear import Codes, joined_activations
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense, CudaMatrix, CudaWeight
 from tidemill.quant.cuda_scaled import CudaOnline, CudaScaledWeight, in_pairs, on_gpu
 from tidemill.quant.low_rank import plain, read_factors
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.packed.fp8 import FP8Tensor
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense, CudaMatrix
+from tidemill.types.model_config import MoESpec
 
 
 class CudaScaledWeight(CudaMatrix):

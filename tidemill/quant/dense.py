@@ -9,8 +9,8 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.linear import Panels, Weight, empty_panels, pack_linear, put_rows
 from tidemill.kernels.moe import ExpertWeights, dense_experts
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod, LinearRows
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.slices import pieces
 

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidemill.distributed.cuts import Cut, even
+from tidemill.distributed.group import Group
+from tidemill.distributed.shard import Shard
 from tidemill.errors import ConfigError
 from tidemill.kernels.linear import Held, Panels, PlacedMatrix, Weight
 from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.quantized_linear import QuantizedPanels
-from tidemill.model_config import MoESpec
-from tidemill.parallel.cuts import Cut, even
-from tidemill.parallel.group import Group
-from tidemill.parallel.shard import Shard
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.low_rank import plain
 from tidemill.quant.streamed import of_expert, streamed_stack
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 LANES = 8  # rows of a matrix that the kernels keep together

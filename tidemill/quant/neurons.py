@@ -11,9 +11,9 @@ from tidemill.kernels.linear import PlacedMatrix, Weight
 from tidemill.kernels.memory import PAGE
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.neurons import NeuronLayout, NeuronWeights, lay_out
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.streamed import Store
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.parallel.shard import WHOLE, Shard
-from tidemill.parallel.world import Part
+from tidemill.distributed.shard import WHOLE, Shard
+from tidemill.distributed.world import Part
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.cuda import CudaDense
 from tidemill.quant.cuda_packed import CudaInt4, CudaQuantized

@@ -12,10 +12,10 @@ from tidemill.kernels.linear import Weight, pack_linear
 from tidemill.kernels.low_rank import Factors, Product, SideBySide
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, stack_codes, stack_dense
 from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat, fit, likeness, quantize, widened
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.dense import SHORT, Dense
 from tidemill.quant.low_rank import plain, read_factors
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 Matrix: TypeAlias = Codes | torch.Tensor

@@ -13,9 +13,9 @@ from tidemill.kernels.linear import Held, Panels, PlacedMatrix, Weight
 from tidemill.kernels.memory import memory
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, StreamedStack
 from tidemill.kernels.quantized_linear import QuantizedPanels
-from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.low_rank import plain
+from tidemill.types.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.prepared import Folder, Item, PreparedFile
 

@@ -23,8 +23,8 @@ import msgspec
 import zstandard
 
 from tidemill.errors import ConfigError
-from tidemill.events import Event
-from tidemill.wire import AdapterInfo, Delta, Submit
+from tidemill.types.events import Event
+from tidemill.types.wire import AdapterInfo, Delta, Submit
 
 VERSION = 1
 SUFFIX = ".zst"

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from tidemill.errors import ConfigError
-from tidemill.events import Event
 from tidemill.record.format import (
     TOKEN_BYTES,
     VERSION,
@@ -30,7 +29,8 @@ from tidemill.record.format import (
     read_blocks,
 )
 from tidemill.record.writer import files_of
-from tidemill.wire import AdapterInfo, Submit
+from tidemill.types.events import Event
+from tidemill.types.wire import AdapterInfo, Submit
 
 _NO_KEY = "Give the owner's --key, which the server that recorded has made."
 

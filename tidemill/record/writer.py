@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tidemill import events
 from tidemill.config.sizes import fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
-from tidemill.events import Event
 from tidemill.record.build import about_machine, build_name
 from tidemill.record.format import (
     KEY_BYTES,
@@ -36,6 +34,8 @@ from tidemill.record.format import (
     bytes_of,
     digest_of,
 )
+from tidemill.types import events
+from tidemill.types.events import Event
 
 DEFAULT_BYTES = 2**30
 MIN_BYTES = 2**20

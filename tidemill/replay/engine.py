@@ -13,13 +13,13 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import ConfigError, TidemillError
-from tidemill.events import Event
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedRequest, RecordedServer
 from tidemill.replay.outcome import Running, samples_of
 from tidemill.runner.base import Runner
 from tidemill.sched.clock import Clock
-from tidemill.wire import Abort, Finish, Resumed, Submit
+from tidemill.types.events import Event
+from tidemill.types.wire import Abort, Finish, Resumed, Submit
 
 # Of several engines one is enough: tokens do not depend on which computed them.
 _ALONE: dict[str, Any] = {

@@ -12,14 +12,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from tidemill import events
 from tidemill.engine.pending import GOES_ON
-from tidemill.events import Event
 from tidemill.record.reader import RecordedRequest
 from tidemill.replay.engine import ReplayEngine
 from tidemill.replay.outcome import Certificate, Running, StepTimes
 from tidemill.sched.request import HANDED_OVER
-from tidemill.wire import Abort, Finish, Renew, Resumed
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Abort, Finish, Renew, Resumed
 
 _MOST_TRIES = 1000  # steps without a plan, before one that was recorded counts as not made
 _TRY_EVERY_S = 0.002

@@ -10,7 +10,7 @@ from tidemill.errors import TidemillError
 from tidemill.record.reader import RecordedRequest
 from tidemill.replay.engine import ReplayEngine
 from tidemill.replay.outcome import Difference
-from tidemill.wire import Resumed
+from tidemill.types.wire import Resumed
 
 
 def with_margin(engine: ReplayEngine, request: RecordedRequest, found: Difference) -> Difference:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill.record.format import Output, digest_of, encode, encode_end, ids_of
 from tidemill.record.reader import RecordedRequest
-from tidemill.wire import Delta
+from tidemill.types.wire import Delta
 
 _MOST_SHOWN = 20  # differences
 

@@ -9,7 +9,7 @@ import msgspec
 
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.tree import depths_of, right_path
-from tidemill.wire import TokenLogprobs
+from tidemill.types.wire import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np

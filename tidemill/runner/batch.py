@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.inputs import TOKEN_TYPE, overlapping
 from tidemill.kernels.policies import Policies, Round
 from tidemill.kernels.trees import Paths
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
 from tidemill.sched.tree import ancestors_of, depths_of
+from tidemill.types.inputs import TOKEN_TYPE, overlapping
 
 
 @dataclass(slots=True)

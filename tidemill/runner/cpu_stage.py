@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import torch
 
+from tidemill.distributed.channel import Channel
+from tidemill.distributed.world import Stage
 from tidemill.errors import WorkerLost
 from tidemill.models.base import Model
-from tidemill.parallel.channel import Channel
-from tidemill.parallel.world import Stage
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch
 from tidemill.runner.inputs import InputRows

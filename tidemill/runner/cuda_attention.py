@@ -24,11 +24,11 @@ from tidemill.kernels.cuda.scan import CudaStates, StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.layers.attention import AttentionStep
-from tidemill.model_config import ModelConfig
 from tidemill.runner.cuda_graphs import Grid
 from tidemill.runner.cuda_step import CudaStep, new_copies
 from tidemill.runner.cuda_work import Work, make_work, state_sequences
 from tidemill.runner.state import RowState
+from tidemill.types.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from tidemill.runner.cuda_slots import CudaBatch

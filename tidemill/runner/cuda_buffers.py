@@ -6,9 +6,9 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda.records import HEADER
-from tidemill.model_config import ModelConfig
 from tidemill.runner.cuda_graphs import Grid
 from tidemill.runner.cuda_work import Work, padded
+from tidemill.types.model_config import ModelConfig
 
 WRITES_IN_FLIGHT = 2 * 3  # of two steps and the one that is launched, two each
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.coverage import uncovered
 from tidemill.kernels.cuda.attention_lists import Lists, num_prompt_programs, prompt_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.launch import compile_only
@@ -35,6 +34,7 @@ from tidemill.runner.page_moves import PageMover
 from tidemill.runner.reports import to_host
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
+from tidemill.types.coverage import uncovered
 
 _STEPS_IN_FLIGHT = 2
 

@@ -8,10 +8,10 @@ from bisect import bisect_left
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.distributed.group import Group
 from tidemill.kernels.cuda.lanes import Lanes
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.models.base import CausalLM
-from tidemill.parallel.group import Group
 from tidemill.runner.cuda_attention import ListAttention, StepTokens
 from tidemill.runner.cuda_buffers import WRITES_IN_FLIGHT, pinned
 from tidemill.runner.cuda_graphs import Graph, GraphKey, Grid, Step, microbatches

@@ -21,8 +21,8 @@ from tidemill.runner.base import StepResult
 from tidemill.runner.reports import Report, look_at_prompt, scores_to_host, to_host
 from tidemill.runner.sampler import ADJUSTMENTS, Samples, Scores, with_named
 from tidemill.runner.state import RowState, upload
-from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.sched.plan import StepItem
+from tidemill.types.sampling import MAX_LOGPROBS, SamplingParams
 
 _NEVER = float("-inf")
 _AT_ONCE = 64  # sequences drawn again together: bounds the workspace and the copies of logits

@@ -9,8 +9,8 @@ from tidemill.runner.base import draws
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.cuda_slots import CudaBatch
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
+from tidemill.types.sampling import SamplingParams
 
 
 class CudaSampling:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.distributed.channel import Channel
+from tidemill.distributed.world import Stage
 from tidemill.errors import WorkerLost
 from tidemill.models.base import CausalLM
-from tidemill.parallel.channel import Channel
-from tidemill.parallel.world import Stage
 from tidemill.runner.cuda_graphs import GraphKey
 from tidemill.runner.cuda_kinds import Mixed
 from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled

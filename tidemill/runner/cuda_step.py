@@ -10,7 +10,6 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.config.cache import bytes_of_page
-from tidemill.coverage import uncovered
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.kv_write import enter_heads
@@ -19,8 +18,9 @@ from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.pending import PendingLora, with_added
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
-from tidemill.kv_format import FORMATS, num_copied_pages
-from tidemill.model_config import ModelConfig
+from tidemill.types.coverage import uncovered
+from tidemill.types.kv_format import FORMATS, num_copied_pages
+from tidemill.types.model_config import ModelConfig
 
 
 @dataclass(slots=True)

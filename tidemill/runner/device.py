@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tidemill.cache_layout import Group
 from tidemill.kernels.kv_cache import copy_pages
 from tidemill.kernels.policies import Policies
 from tidemill.models.base import Model
@@ -19,6 +18,7 @@ from tidemill.runner.inputs import InputRows
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
+from tidemill.types.cache_layout import Group
 
 Reader = Callable[[StepPlan, torch.Tensor, StepResult], None]  # of a step's hidden states, [T, H]
 

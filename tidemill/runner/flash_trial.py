@@ -12,10 +12,10 @@ import torch
 from tidemill.capabilities import why_not
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda import flash
-from tidemill.model_config import ModelConfig
 from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_work
 from tidemill.runner.state import RowState
+from tidemill.types.model_config import ModelConfig
 
 FROM_TOKENS = 1024  # of a step: below, attention hardly counts
 _TRIAL, _AGREES = 16384, 0.3  # tokens of the context it is tried in, and how far a token's hidden state may be from ours

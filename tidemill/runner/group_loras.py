@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import msgspec
 import torch
 
+from tidemill.distributed.channel import MAX_BYTES
 from tidemill.errors import AdapterError
 from tidemill.kernels.lora import Pair
 from tidemill.layers.lora import Loras
-from tidemill.parallel.channel import MAX_BYTES
 from tidemill.runner.team import Team
 from tidemill.runner.worker_messages import PutAdapter, SentPair, encode
 

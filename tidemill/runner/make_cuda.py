@@ -9,13 +9,13 @@ import torch
 
 from tidemill.capabilities import why_not
 from tidemill.config import HEADS, TREES, EngineConfig
+from tidemill.distributed.group import group_of
 from tidemill.kernels.cuda.records import LIVE
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.kernels.kv_cache import PagedKV, attention_specs
 from tidemill.kernels.policies import Policies
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.models.base import CausalLM
-from tidemill.parallel.group import group_of
 from tidemill.runner.cuda_attention import Attention, FlexListAttention, ListAttention
 from tidemill.runner.cuda_buffers import StepBuffers
 from tidemill.runner.cuda_graphs import GraphPool, NoGraphs, sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.parallel.group import Group
+from tidemill.distributed.group import Group
 from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_microbatches, make_work
 from tidemill.runner.state import RowState

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.cache_layout import Group
+from tidemill.distributed.transfer.base import TransferError
+from tidemill.distributed.transfer.exporter import Exporter
+from tidemill.distributed.transfer.importer import Importer, Learned
 from tidemill.kv.tiers import NOWHERE, Moved, PageMove, Tier
 from tidemill.runner.page_file import PageFile, PageFileError
 from tidemill.sched.plan import StepPlan
-from tidemill.transfer.base import TransferError
-from tidemill.transfer.exporter import Exporter
-from tidemill.transfer.importer import Importer, Learned
+from tidemill.types.cache_layout import Group
 
 
 def changed_pages(

@@ -11,10 +11,10 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.config.cache import bytes_of_page
 from tidemill.kernels.kv_cache import new_cache, views
-from tidemill.model_config import ModelConfig
 from tidemill.runner.batch import Batch
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepPlan
+from tidemill.types.model_config import ModelConfig
 
 
 def new_pool(config: EngineConfig, shape: ModelConfig) -> torch.Tensor:

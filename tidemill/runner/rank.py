@@ -12,23 +12,23 @@ from tidemill.capabilities.features import grid_of
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
 from tidemill.config.options import Decision
 from tidemill.config.parallel import decide_tensor_layout
+from tidemill.distributed.channel import Channel
+from tidemill.distributed.cuts import part_config
+from tidemill.distributed.layouts import DEVICES, Phase, engine_seconds
+from tidemill.distributed.shared import WEIGHTS_SUFFIX
+from tidemill.distributed.stages import kv_layers
+from tidemill.distributed.world import World
 from tidemill.errors import ConfigError
 from tidemill.layers.gathered import GatheredStreaming
 from tidemill.layers.phased import PhasedWeights
 from tidemill.layers.streamed import Streaming
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM, Model, ProgressFn
-from tidemill.parallel.channel import Channel
-from tidemill.parallel.cuts import part_config
-from tidemill.parallel.layouts import DEVICES, Phase, engine_seconds
-from tidemill.parallel.shared import WEIGHTS_SUFFIX
-from tidemill.parallel.stages import kv_layers
-from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.runner.cpu_stage import PipelineStage
 from tidemill.runner.make import make_runner
 from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.runner.worker_group import RankRunner
+from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
 _PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout for

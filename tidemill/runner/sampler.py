@@ -19,8 +19,8 @@ from tidemill.kernels.argmax import argmax
 from tidemill.kernels.noise import gumbel_argmax
 from tidemill.runner.spec import acceptance
 from tidemill.runner.state import RowState
-from tidemill.sampling import MAX_LOGPROBS, SamplingParams
-from tidemill.wire import TokenLogprobs
+from tidemill.types.sampling import MAX_LOGPROBS, SamplingParams
+from tidemill.types.wire import TokenLogprobs
 
 _NEVER = float("-inf")
 _LIKELIEST = 512

@@ -8,12 +8,12 @@ from collections.abc import Container, Sequence
 import numpy as np
 import torch
 
-from tidemill.cache_layout import Group
-from tidemill.inputs import Segment
 from tidemill.kernels.attention import block_bounds
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import RowCopy, StepItem, StepPlan
 from tidemill.sched.request import RowSpec
+from tidemill.types.cache_layout import Group
+from tidemill.types.inputs import Segment
+from tidemill.types.sampling import SamplingParams
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:

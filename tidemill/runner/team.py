@@ -22,12 +22,12 @@ from typing import TypeVar
 
 import msgspec
 
+from tidemill.distributed.channel import Address, Channel, Door
+from tidemill.distributed.shared import WEIGHTS_SUFFIX, make_shared
+from tidemill.distributed.world import World
 from tidemill.errors import ERRORS_BY_NAME, ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import native
 from tidemill.kv.tiers import Moved
-from tidemill.parallel.channel import Address, Channel, Door
-from tidemill.parallel.shared import WEIGHTS_SUFFIX, make_shared
-from tidemill.parallel.world import World
 from tidemill.runner.worker_messages import (
     Failed,
     FromWorker,

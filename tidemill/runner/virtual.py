@@ -14,11 +14,11 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels.virtual import HostMemory, VirtualRows
-from tidemill.model_config import ModelConfig
 from tidemill.runner.batch import Batch
 from tidemill.runner.device import rows_changed
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepPlan
+from tidemill.types.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RECORDED_VALUES = 16384  # of a recorded forward pass, at most: `runner/graphs.py`

@@ -17,13 +17,13 @@ from tidemill.kernels.cuda.contiguous import ContiguousStep, Sequences
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.virtual import VirtualRows
-from tidemill.model_config import ModelConfig
 from tidemill.runner.cuda_attention import StepTokens
 from tidemill.runner.cuda_graphs import NO_LISTS, Grid
 from tidemill.runner.cuda_work import Work
 from tidemill.runner.device import CopiedTables, rows_changed
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
+from tidemill.types.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from tidemill.runner.cuda_slots import CudaBatch, Launched

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 
 from tidemill.config import EngineConfig, EngineOptions
+from tidemill.distributed.channel import Address
+from tidemill.distributed.world import World
 from tidemill.kv.tiers import Moved
-from tidemill.parallel.channel import Address
-from tidemill.parallel.world import World
 from tidemill.runner.base import StepResult
 from tidemill.sched.plan import StepPlan
-from tidemill.wire import TokenLogprobs
+from tidemill.types.wire import TokenLogprobs
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

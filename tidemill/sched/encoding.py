@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tidemill.inputs import Segment, overlapping, uncut
 from tidemill.sched.pages import Pages
 from tidemill.sched.plan import Encode, RowInput
 from tidemill.sched.request import Request
+from tidemill.types.inputs import Segment, overlapping, uncut
 
 
 @dataclass(slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
 from tidemill.kv.prefix import Path
@@ -14,6 +12,8 @@ from tidemill.kv.tiers import Moved
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import PendingUpdates, StepPlan
 from tidemill.sched.request import Request
+from tidemill.types import events
+from tidemill.types.events import EventSink
 
 
 class Pages:

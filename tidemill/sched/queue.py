@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from tidemill.errors import QueueFull
 from tidemill.sched.request import BACKGROUND, Request
-from tidemill.wire import Submit
+from tidemill.types.wire import Submit
 
 ORDERS = ("arrival", "prefix")
 AGEING_S = 10.0

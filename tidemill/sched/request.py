@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidemill.inputs import Segment
-from tidemill.kv_policy import CachePolicy
-from tidemill.sampling import SamplingParams
-from tidemill.wire import Hold, Submit
+from tidemill.types.inputs import Segment
+from tidemill.types.kv_policy import CachePolicy
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Hold, Submit
 
 if TYPE_CHECKING:
     from tidemill.kv.prefix import Path

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.kv.holds import Held
 from tidemill.kv.manager import KVManager
 from tidemill.sched.clock import Clock
 from tidemill.sched.request import Request
-from tidemill.wire import Hold
+from tidemill.types import events
+from tidemill.types.events import EventSink
+from tidemill.types.wire import Hold
 
 
 class Retention:

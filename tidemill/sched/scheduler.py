@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
 from tidemill.sched import preemption
 from tidemill.sched.background import Background
@@ -22,6 +20,8 @@ from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.progress import Progress, append
 from tidemill.sched.request import Request, Status
 from tidemill.sched.table import RequestTable
+from tidemill.types import events
+from tidemill.types.events import EventSink
 
 
 class Scheduler:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
-from tidemill import events
-from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Moved
-from tidemill.kv_policy import CachePolicy
-from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.encoding import EncoderOutputs
 from tidemill.sched.pages import Pages
@@ -18,7 +14,11 @@ from tidemill.sched.plan import StepPlan, TokenWrite
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, RowSpec, Status
 from tidemill.sched.retention import Retention
-from tidemill.wire import Resumed, Submit
+from tidemill.types import events
+from tidemill.types.events import EventSink
+from tidemill.types.kv_policy import CachePolicy
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Resumed, Submit
 
 
 class RequestTable:

@@ -18,7 +18,6 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from tidemill import events
 from tidemill.capabilities import asked, check
 from tidemill.config import settled
 from tidemill.engine.budget import share
@@ -29,7 +28,6 @@ from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import EngineDead
-from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.api.endpoints import ENDPOINTS
@@ -50,8 +48,10 @@ from tidemill.server.observe.recorder import Recorder
 from tidemill.server.observe.tracing import Tracing
 from tidemill.server.store.batches import Batches
 from tidemill.server.store.storage import Storage
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Loading, Pages, Ready
 from tidemill.weights.locate import locate
-from tidemill.wire import Loading, Pages, Ready
 
 if TYPE_CHECKING:
     from tidemill.record.writer import RecordingWriter

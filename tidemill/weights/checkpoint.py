@@ -15,7 +15,7 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes, concat, quantize
-from tidemill.weight_types import PLAIN_TYPES
+from tidemill.types.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes

@@ -13,8 +13,8 @@ import torch
 
 from tidemill.errors import CalibrationError
 from tidemill.kernels.kvquant import KVQuant
-from tidemill.kv_format import FORMATS
-from tidemill.model_config import ModelConfig
+from tidemill.types.kv_format import FORMATS
+from tidemill.types.model_config import ModelConfig
 from tidemill.version import __version__
 
 _FORMAT = 1

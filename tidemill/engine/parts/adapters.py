@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill import events
 from tidemill.capabilities import require
 from tidemill.engine.moments import Engine, EngineComponents, Part, Submission
 from tidemill.engine.outputs import LiveRequest
@@ -24,7 +23,8 @@ from tidemill.engine.refusals import refusal
 from tidemill.errors import AdapterError, InvalidRequest, TidemillError
 from tidemill.runner.base import AdapterSlots
 from tidemill.sched.request import Request
-from tidemill.wire import AdapterInfo, AdapterReply, Expect, LoadAdapter, Submit, ToEngine, UnloadAdapter
+from tidemill.types import events
+from tidemill.types.wire import AdapterInfo, AdapterReply, Expect, LoadAdapter, Submit, ToEngine, UnloadAdapter
 
 if TYPE_CHECKING:
     from tidemill.weights.lora import LoraWeights

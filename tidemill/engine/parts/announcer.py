@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.engine.moments import Part, Step
-from tidemill.events import Event
+from tidemill.types.events import Event
 
 
 class Announcer(Part):

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidemill import events
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step, Submission
 from tidemill.engine.outputs import LiveRequest
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import MAX_LOGPROBS, Beams, SamplingParams
 from tidemill.sched.request import Request
-from tidemill.wire import Delta, Resumed, Submit, Timings, TokenLogprobs
+from tidemill.types import events
+from tidemill.types.sampling import MAX_LOGPROBS, Beams, SamplingParams
+from tidemill.types.wire import Delta, Resumed, Submit, Timings, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import msgspec
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step
 from tidemill.engine.parts.tiers import PageMoves
 from tidemill.sched.request import HANDED_OVER, Request
-from tidemill.wire import Delta
+from tidemill.types.wire import Delta
 
 _EXPORT_S = 0.05  # waited for, at most
 

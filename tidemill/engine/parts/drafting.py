@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from tidemill import events
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step
 from tidemill.engine.outputs import LiveRequest
 from tidemill.runner.spec import SLOPES, Ask, Drafter, Drawn, KnowsChances
@@ -17,6 +16,7 @@ from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.request import Request, Status
 from tidemill.sched.tree import Tree, depths_of, right_path
+from tidemill.types import events
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.engine.moments import Engine, EngineComponents, Part, Submission
-from tidemill.inputs import check_segments
 from tidemill.sched.request import BACKGROUND
+from tidemill.types.inputs import check_segments
 
 
 class RequestInputs(Part):

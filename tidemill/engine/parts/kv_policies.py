@@ -7,7 +7,7 @@ import msgspec
 from tidemill.config import fmt_bytes
 from tidemill.engine.moments import Engine, EngineComponents, Part, Submission
 from tidemill.errors import InvalidRequest
-from tidemill.kv_policy import CachePolicy, settle
+from tidemill.types.kv_policy import CachePolicy, settle
 
 
 class KVPolicies(Part):

@@ -15,15 +15,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tidemill import events
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step, Submission
 from tidemill.engine.outputs import LiveRequest
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, Reasoning, SamplingParams
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.request import HANDED_OVER, Request
+from tidemill.types import events
+from tidemill.types.sampling import Grammar, Reasoning, SamplingParams
 
 
 class StructuredOutput(Part):

@@ -8,11 +8,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tidemill import events
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import TidemillError, WorkerLost
-from tidemill.wire import Expect, ToEngine
+from tidemill.types import events
+from tidemill.types.wire import Expect, ToEngine
 
 if TYPE_CHECKING:
     from tidemill.runner.page_moves import PageMover

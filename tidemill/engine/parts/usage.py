@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tidemill import events
 from tidemill.engine.moments import Engine, EngineComponents, Part, Step
+from tidemill.types import events
 
 _EVERY = 64  # steps between two counts
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import Grammar, closed
+from tidemill.types.sampling import Grammar, closed
 
 MAX_FORCED_CALLS = 16  # in one output, if several are allowed
 _NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # maps from names to schemas

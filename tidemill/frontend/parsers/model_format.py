@@ -14,7 +14,7 @@ from tidemill.frontend.parsers.harmony import HarmonyParser
 from tidemill.frontend.parsers.pieces import OutputParser
 from tidemill.frontend.parsers.reasoning import REASONING_PARSERS, THINK, Markers, ReasoningCounter, markers_of
 from tidemill.frontend.parsers.tagged import TaggedParser
-from tidemill.sampling import Reasoning, SamplingParams
+from tidemill.types.sampling import Reasoning, SamplingParams
 
 AUTO, NONE = "auto", "none"
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite

@@ -9,7 +9,7 @@ from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, at_once, 
 from tidemill.kernels.cuda.launch import how, launch
 from tidemill.kernels.cuda.paged_attention import _attend_prompts, _attend_shared, _attend_single
 from tidemill.kernels.cuda.records import PROMPTS, SHARED
-from tidemill.model_config import AttentionSpec
+from tidemill.types.model_config import AttentionSpec
 
 _LOG2_E = 1.4426950408889634
 

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from tidemill.kernels.cuda.launch import is_hopper
-from tidemill.model_config import LayerSpec
+from tidemill.types.model_config import LayerSpec
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SCALED_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 8, 64, 64

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
-from tidemill.model_config import LayerSpec
+from tidemill.types.model_config import LayerSpec
 
 MOST_PROMPTS = 4
 WHOLE = 2**30  # the tile of a request that is not cut

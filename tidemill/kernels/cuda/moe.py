@@ -48,7 +48,7 @@ from tidemill.kernels.cuda.expert_blocks import (
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
 from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, is_compiling, launch
 from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
-from tidemill.model_config import SCORINGS
+from tidemill.types.model_config import SCORINGS
 
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
 _SOME = 256  # tokens up to which the kernels between matmuls trigger the next one early (measured)

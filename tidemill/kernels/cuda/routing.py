@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, launch
-from tidemill.model_config import MoESpec
+from tidemill.types.model_config import MoESpec
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 from tidemill.kernels.cuda.records import CHAIN_POSITION, CHAIN_ROW, CHAIN_TOKEN, CHAIN_TOKENS, CHAIN_WIDTH, STATES
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
-from tidemill.model_config import STATE_KINDS, StateSpec
+from tidemill.types.model_config import STATE_KINDS, StateSpec
 
 _CHANNELS = 1024  # of a program of the convolution
 _TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds, and columns of a program

@@ -1,4 +1,4 @@
-/* Collectives among processes of one host, in shared memory (tidemill/parallel/shared.py makes it).
+/* Collectives among processes of one host, in shared memory (tidemill/distributed/shared.py makes it).
 
 Every rank has two slots, which operations use in turn. An operation copies what a rank has into its slot, says so by raising the
 rank's number of operations, waits until all ranks have, and reads their slots. Whoever begins operation n has seen all ranks begin

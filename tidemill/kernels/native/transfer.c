@@ -1,4 +1,4 @@
-/* Copying a KV page and summing it in one pass (tidemill/transfer/checksum.py has the same in numpy).
+/* Copying a KV page and summing it in one pass (tidemill/distributed/transfer/checksum.py has the same in numpy).
 
 Words of 64 bits in rows of eight; the last row is filled up with zeros. Of each column, the sum of its words and the sum of all
 sums so far, modulo 2^64: the second tells words that changed places. */

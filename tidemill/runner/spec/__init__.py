@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 # What a further token adds to the time of a step of one, before it is measured; by device.
 SLOPES = {"cpu": 0.35, "cuda": 0.005}

@@ -10,8 +10,8 @@ import torch
 
 from tidemill.kernels.noise import exponential_noise, gumbel_argmax_among, noise_keys
 from tidemill.runner.sampler import penalize, restrict_min_p, restrict_top_k, restrict_top_p
-from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree
+from tidemill.types.sampling import SamplingParams
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from tidemill.kv.manager import KVManager
 from tidemill.models.base import Model
 from tidemill.runner.make import make_runner
 from tidemill.runner.spec import Ask
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan, TokenWrite
 from tidemill.sched.request import RowSpec
+from tidemill.types.sampling import SamplingParams
 
 
 @dataclass(slots=True)

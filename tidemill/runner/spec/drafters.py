@@ -21,8 +21,8 @@ from tidemill.runner.spec.heads import DraftHead, EagleHead, ExitHead, MedusaHea
 from tidemill.runner.spec.medusa import MedusaDrafter
 from tidemill.runner.spec.stored import StoredDraft, load_draft, load_exits
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
+from tidemill.types.sampling import SamplingParams
 
 
 class HeadDrafter(Protocol):

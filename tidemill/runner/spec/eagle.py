@@ -18,8 +18,8 @@ from tidemill.runner.spec.choose import Chain, Chooser, Seen
 from tidemill.runner.spec.heads import EPS, EagleHead, Target, normed, rotated
 from tidemill.runner.spec.packed import PackedTable, pack
 from tidemill.runner.spec.ranks import NUM_RANKS, Ranks, takes_trees
-from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree
+from tidemill.types.sampling import SamplingParams
 
 _NOWHERE = 2**40  # the position of an empty place
 _DEEPEST = 8  # tree

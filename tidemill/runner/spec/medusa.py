@@ -16,8 +16,8 @@ from tidemill.runner.spec.choose import Chain, Chooser, Seen
 from tidemill.runner.spec.heads import MedusaHeads, Target
 from tidemill.runner.spec.packed import PackedTable, pack
 from tidemill.runner.spec.ranks import NUM_RANKS, Ranks, takes_trees
-from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree, depths_of
+from tidemill.types.sampling import SamplingParams
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from tidemill.sampling import SamplingParams
+from tidemill.types.sampling import SamplingParams
 
 NUM_RANKS = 4
 _FADE = 0.995  # weight of older ranks with each new one

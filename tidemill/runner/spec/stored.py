@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tidemill.errors import CheckpointError, DraftError
-from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.runner.spec.heads import KINDS, DraftHead, Target, new_head
+from tidemill.types.model_config import ModelConfig
 from tidemill.version import __version__
 from tidemill.weights.locate import read_json
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.frontend.output import TextDelta
-from tidemill.wire import Delta, PromptProgress, Timings
+from tidemill.types.wire import Delta, PromptProgress, Timings
 
 
 @dataclass(slots=True)

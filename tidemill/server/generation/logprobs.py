@@ -15,8 +15,8 @@ import msgspec
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
-from tidemill.wire import TokenLogprobs, decode_logprobs
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import TokenLogprobs, decode_logprobs
 
 if TYPE_CHECKING:
     from tidemill.server.generation.request import Generation

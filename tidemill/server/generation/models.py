@@ -17,7 +17,7 @@ from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, T
 from tidemill.server.generation.service import Service
 from tidemill.server.observe.usage import Usage
 from tidemill.server.store.responses import Store
-from tidemill.wire import AdapterInfo
+from tidemill.types.wire import AdapterInfo
 
 _MAX_NAMED = 100  # models in an error
 

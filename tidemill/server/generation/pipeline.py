@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from tidemill.errors import TidemillError
 from tidemill.frontend.parsers import OutputFormat
-from tidemill.sampling import SamplingParams
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.request import Generation, Output
 from tidemill.server.generation.service import Service
@@ -29,6 +28,7 @@ from tidemill.server.http.body import Body, body_of, schema_of
 from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import EventStream, data_event, until_disconnect
 from tidemill.server.http.stopwatch import FORMATTING, PARSING
+from tidemill.types.sampling import SamplingParams
 
 Outputs = AsyncGenerator[Output, None]
 _json = msgspec.json.Encoder().encode

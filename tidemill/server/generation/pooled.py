@@ -15,8 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from tidemill.errors import InvalidRequest
-from tidemill.inputs import Segment, second_text
-from tidemill.sampling import SamplingParams
 from tidemill.server.generation.pipeline import Endpoint
 from tidemill.server.generation.prompts import check_truncation
 from tidemill.server.generation.service import Service
@@ -24,7 +22,9 @@ from tidemill.server.generation.streams import merge
 from tidemill.server.generation.vectors import EmbedDType, Endianness, packed
 from tidemill.server.http.access import Caller
 from tidemill.server.http.aside import aside, encoded
-from tidemill.wire import Delta
+from tidemill.types.inputs import Segment, second_text
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Delta
 
 _MAX_VALUES = 2**21  # of the vectors of single tokens in one response: about 40 MB as JSON
 _BYTES_PER_VALUE, _VALUES_PER_CALL = 8, 2**16  # of vectors of single tokens

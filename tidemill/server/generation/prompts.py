@@ -11,8 +11,8 @@ from pydantic import WithJsonSchema
 
 from tidemill.errors import InvalidRequest, TruncationTooLong
 from tidemill.frontend.infill import infill_prompt, infill_tokens
-from tidemill.sampling import SamplingParams
 from tidemill.server.generation.service import Service
+from tidemill.types.sampling import SamplingParams
 
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_INPUTS = 2048  # texts to embed

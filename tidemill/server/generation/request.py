@@ -11,13 +11,13 @@ import msgspec
 
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import OutputFormat
-from tidemill.sampling import SamplingParams
 from tidemill.server.generation.figures import Figures
 from tidemill.server.generation.logprobs import check_size
 from tidemill.server.generation.message import MessageReader, PartEvent
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
-from tidemill.wire import Delta, Hold, TokenLogprobs
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import Delta, Hold, TokenLogprobs
 
 UNLIMITED = 2**31 - 1  # as max_tokens of a generation that ends with the context
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
-from tidemill import events
 from tidemill.errors import InvalidRequest, TidemillError
-from tidemill.events import Event
 from tidemill.server.http.body import Body
-from tidemill.wire import Hold
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Hold
 
 if TYPE_CHECKING:
     from tidemill.server.generation.service import Service

@@ -7,7 +7,7 @@ from json import dumps
 from typing import Any
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import Grammar
+from tidemill.types.sampling import Grammar
 
 _OFF = 0, -1
 # Parameters of other engines that are not supported, and the values at which they do nothing.

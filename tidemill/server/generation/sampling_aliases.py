@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import MAX_STOPS
 from tidemill.server.generation.sampling import NEUTRAL, as_tuple
 from tidemill.server.http.body import Body, UnsignedSeed
+from tidemill.types.sampling import MAX_STOPS
 
 # Refused unless they are off.
 _OFF = (

@@ -37,8 +37,6 @@ from tidemill.frontend.parsers import ModelFormat, OutputFormat
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.inputs import Segment
-from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.generation.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.http import stopwatch
 from tidemill.server.http.access import Caller
@@ -54,7 +52,9 @@ from tidemill.server.http.stopwatch import (
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.live import Live
 from tidemill.server.observe.tracing import Tracing
-from tidemill.wire import AdapterInfo, Delta, Hold, Ready, Submit
+from tidemill.types.inputs import Segment
+from tidemill.types.sampling import Grammar, SamplingParams
+from tidemill.types.wire import AdapterInfo, Delta, Hold, Ready, Submit
 
 if TYPE_CHECKING:
     from tidemill.server.observe.recorder import Recorder

@@ -29,7 +29,6 @@ from pydantic import (
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
-from tidemill.sampling import ABOVE, INTEGERS, REALS
 from tidemill.server.http import stopwatch
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
@@ -42,6 +41,7 @@ from tidemill.server.http.limits import (
 )
 from tidemill.server.http.responses import ClientGone
 from tidemill.server.http.stopwatch import PARSING, READING
+from tidemill.types.sampling import ABOVE, INTEGERS, REALS
 
 M = TypeVar("M", bound=BaseModel)
 _MAX_MISTAKES = 1000  # that are looked at one by one

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions
-from tidemill.events import Event, LayoutAdvised
 from tidemill.sched.layouts import Advice, Engines, Load, StepCosts, compare
 from tidemill.sched.request import HANDED_OVER
+from tidemill.types import events
+from tidemill.types.events import Event, LayoutAdvised
 
 _EVERY_S = 60.0
 _LEAST = 30  # requests that have ended, before anything is said

@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from tidemill import events
-from tidemill.events import Event
 from tidemill.sched.request import BACKGROUND
 from tidemill.server.http.stopwatch import Stopwatch
 from tidemill.server.observe.queueing import Line
 from tidemill.server.observe.timeline import LoopTimes, Passage, RequestTimeline, Span
+from tidemill.types import events
+from tidemill.types.events import Event
 
 _NUM_KEPT = 1000  # requests that have ended
 _NUM_REASONS = 16

@@ -20,17 +20,17 @@ from collections.abc import AsyncGenerator, Callable
 from itertools import islice
 from typing import Any
 
-from tidemill import events
 from tidemill.engine.metrics import AnyMetrics
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.errors import QueueFull
-from tidemill.events import Event
 from tidemill.server.http.responses import named_event
 from tidemill.server.observe.advice import in_words
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.timeline import RequestTimeline
 from tidemill.server.observe.usage import usage_rows
-from tidemill.wire import Pages
+from tidemill.types import events
+from tidemill.types.events import Event
+from tidemill.types.wire import Pages
 
 MAX_WATCHERS = 32
 _FRAME_EVERY_S = 0.15

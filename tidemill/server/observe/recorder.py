@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from tidemill.config import EngineOptions, settled
-from tidemill.events import Event
 from tidemill.frontend.output import TextDelta
 from tidemill.record.format import (
     AdapterStart,
@@ -29,8 +28,9 @@ from tidemill.record.format import (
     new_digest,
 )
 from tidemill.record.writer import RecordingWriter
+from tidemill.types.events import Event
+from tidemill.types.wire import AdapterInfo, Delta, Ready, Submit
 from tidemill.weights.digest import fingerprint_of
-from tidemill.wire import AdapterInfo, Delta, Ready, Submit
 
 _REQUEST_BYTES, _EVENT_BYTES, _TOKEN_BYTES = 1000, 300, 8  # about, before they are encoded
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tidemill import events
 from tidemill.errors import ConfigError
-from tidemill.events import Event
 from tidemill.server.http.context import RequestContext
+from tidemill.types import events
+from tidemill.types.events import Event
 from tidemill.version import __version__
 
 if TYPE_CHECKING:

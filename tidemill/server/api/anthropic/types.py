@@ -10,11 +10,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import Grammar, SamplingParams, closed
 from tidemill.server.generation.conversation import template_tools, with_one_system
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl
 from tidemill.server.http.body import Body
 from tidemill.server.http.limits import MAX_MESSAGES
+from tidemill.types.sampling import Grammar, SamplingParams, closed
 
 _BILLING = (
     "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request

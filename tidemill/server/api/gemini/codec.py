@@ -17,7 +17,7 @@ from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
 from tidemill.server.http.errors import error_body, format_error
 from tidemill.server.http.responses import JSONList, data_event
-from tidemill.wire import TokenLogprobs
+from tidemill.types.wire import TokenLogprobs
 
 _BYTES_PER_CONTENT = 128  # of JSON, to estimate
 _REASONS = {"stop": "STOP", "length": "MAX_TOKENS"}

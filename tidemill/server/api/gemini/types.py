@@ -13,11 +13,11 @@ from pydantic.alias_generators import to_camel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.generation.prompts import MAX_CHOICES
 from tidemill.server.generation.sampling import grammar_of
 from tidemill.server.http.body import Body
 from tidemill.server.http.limits import MAX_MESSAGES
+from tidemill.types.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 
 _OBJECT = {"type": "object"}
 _SCHEMAS = ("items", "additionalProperties", "anyOf")  # members that are schemas, or lists of them

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from tidemill.errors import ContextTooLong, InvalidRequest, TidemillError
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.llamacpp.types import Completion, CompletionOptions, Embedding, Infill
 from tidemill.server.generation.logprobs import as_list, cells, llamacpp_logprobs
 from tidemill.server.generation.pipeline import Codec
@@ -24,6 +23,7 @@ from tidemill.server.generation.prompts import empty_prompt, ids_of, infill
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
 from tidemill.server.generation.service import Service
 from tidemill.server.http.responses import data_event
+from tidemill.types.sampling import SamplingParams
 
 
 class OptionsCodec(Codec):

@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from tidemill.errors import TidemillError
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.llamacpp.codec import (
     InfillCodec,
     LlamaCompletionCodec,
@@ -20,6 +19,7 @@ from tidemill.server.generation.pipeline import add_endpoint
 from tidemill.server.generation.service import Service
 from tidemill.server.http.body import body_of, schema_of
 from tidemill.server.observe.timeline import RequestTimeline
+from tidemill.types.sampling import SamplingParams
 from tidemill.version import __version__
 
 

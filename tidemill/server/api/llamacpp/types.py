@@ -10,12 +10,12 @@ from pydantic import Field, Strict, WithJsonSchema, field_validator
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.infill import MAX_FILES
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, Grammar
 from tidemill.server.generation import sampling_aliases
 from tidemill.server.generation.prompts import MAX_CHOICES, Mixed, few_texts, is_mixed
 from tidemill.server.generation.request import UNLIMITED
 from tidemill.server.generation.sampling import is_token_id
 from tidemill.server.http.body import Body
+from tidemill.types.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, Grammar
 
 _MOST_BIASED = 100.0  # a bias that forbids a token, or forces it
 _MAX_BIASED_CHARS = 256  # of a text whose tokens get a bias

@@ -15,7 +15,6 @@ from fastapi import Request
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.ollama.types import (
     Chat,
     Embed,
@@ -43,6 +42,7 @@ from tidemill.server.generation.request import Choice, Generation, Output, Promp
 from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
 from tidemill.server.http.responses import JSONLines
+from tidemill.types.sampling import SamplingParams
 
 LATEST = ":latest"  # the tag of a name that has none
 _THINKS = ("enable_thinking", "thinking", "reasoning_effort", "reasoning_content", "<think>")

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import MAX_LOGPROBS
 from tidemill.server.generation import sampling_aliases
 from tidemill.server.generation.request import UNLIMITED
 from tidemill.server.generation.sampling import grammar_of
 from tidemill.server.http.body import Body
 from tidemill.server.http.limits import MAX_MESSAGES
+from tidemill.types.sampling import MAX_LOGPROBS
 
 _MAX_CONTEXT_IDS = 2**20
 _MAX_INPUTS = 2048

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from tidemill.errors import InvalidRequest, TidemillError
-from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.api.openai.types import ChatRequest, CompletionRequest, StreamOptions
 from tidemill.server.generation.logprobs import as_list, encoded, finite, id_name
 from tidemill.server.generation.pipeline import Codec
@@ -23,8 +22,9 @@ from tidemill.server.http.access import Caller
 from tidemill.server.http.aside import aside
 from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import DONE, data_event
+from tidemill.types.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
+from tidemill.types.wire import Hold, TokenLogprobs
 from tidemill.version import __version__
-from tidemill.wire import Hold, TokenLogprobs
 
 _FINGERPRINT = f"b{__version__}"  # of the build, as llama.cpp writes it
 

@@ -10,14 +10,14 @@ import msgspec
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.openai.codec import OpenAICodec, check_choices
 from tidemill.server.api.openai.types import CompletionRequest
 from tidemill.server.generation.logprobs import as_list, finite
 from tidemill.server.generation.prompts import MAX_CHOICES, infill, prompts_of, truncated
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
 from tidemill.server.generation.retention import PromptCache
-from tidemill.wire import TokenLogprobs, decode_logprobs
+from tidemill.types.sampling import SamplingParams
+from tidemill.types.wire import TokenLogprobs, decode_logprobs
 
 _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _json = msgspec.json.Encoder().encode

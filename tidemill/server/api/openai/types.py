@@ -10,7 +10,17 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import (
+from tidemill.server.api.openai.messages import ChatMessages, Message, NamedTool, Tool, check_ends
+from tidemill.server.generation.custom_tools import check_forced
+from tidemill.server.generation.prompts import MAX_INPUTS, PromptField, one_kind
+from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
+from tidemill.server.generation.sampling import NEUTRAL, as_tuple, biases, grammar_of
+from tidemill.server.generation.vectors import EmbedDType, Endianness
+from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
+from tidemill.server.http.body import Body
+from tidemill.server.http.context import ID_PATTERN
+from tidemill.server.http.limits import MAX_MESSAGES
+from tidemill.types.sampling import (
     INTEGERS,
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -26,16 +36,6 @@ from tidemill.sampling import (
     SamplingParams,
     closed,
 )
-from tidemill.server.api.openai.messages import ChatMessages, Message, NamedTool, Tool, check_ends
-from tidemill.server.generation.custom_tools import check_forced
-from tidemill.server.generation.prompts import MAX_INPUTS, PromptField, one_kind
-from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
-from tidemill.server.generation.sampling import NEUTRAL, as_tuple, biases, grammar_of
-from tidemill.server.generation.vectors import EmbedDType, Endianness
-from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
-from tidemill.server.http.body import Body
-from tidemill.server.http.context import ID_PATTERN
-from tidemill.server.http.limits import MAX_MESSAGES
 
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -13,14 +13,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import (
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_STOPS,
-    Grammar,
-    SamplingParams,
-    closed,
-)
 from tidemill.server.generation.custom_tools import check_forced, custom_function
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
 from tidemill.server.generation.sampling import biases
@@ -28,6 +20,14 @@ from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
 from tidemill.server.http.body import Body
 from tidemill.server.http.context import ID_PATTERN
 from tidemill.server.http.limits import MAX_MESSAGES
+from tidemill.types.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    Grammar,
+    SamplingParams,
+    closed,
+)
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.

@@ -11,7 +11,6 @@ import msgspec
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import MAX_LOGPROB_IDS, MAX_LOGPROBS, SamplingParams
 from tidemill.server.api.sglang.types import Generate, Sampling
 from tidemill.server.generation.logprobs import as_list, finite
 from tidemill.server.generation.pipeline import Codec
@@ -21,7 +20,8 @@ from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
 from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import DONE, data_event
-from tidemill.wire import TokenLogprobs, decode_logprobs
+from tidemill.types.sampling import MAX_LOGPROB_IDS, MAX_LOGPROBS, SamplingParams
+from tidemill.types.wire import TokenLogprobs, decode_logprobs
 
 # Every event of a stream has all of the output so far: its logprobs grow with the square of its
 # length.

@@ -7,17 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import (
+from tidemill.server.generation.prompts import MAX_CHOICES
+from tidemill.server.generation.sampling import as_tuple, biases, grammar_of
+from tidemill.server.http.body import Body
+from tidemill.server.http.context import ID_PATTERN
+from tidemill.types.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_STOP_REGEXES,
     MAX_STOPS,
     Grammar,
 )
-from tidemill.server.generation.prompts import MAX_CHOICES
-from tidemill.server.generation.sampling import as_tuple, biases, grammar_of
-from tidemill.server.http.body import Body
-from tidemill.server.http.context import ID_PATTERN
 
 _DEFAULT_TOKENS = 128
 

@@ -14,8 +14,6 @@ from pydantic import Field, field_validator
 
 from tidemill.capabilities import require
 from tidemill.errors import InvalidRequest
-from tidemill.kv_policy import KVPolicy
-from tidemill.sampling import SamplingParams
 from tidemill.server.api.openai.messages import ChatMessages, Message, Tool
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.retention import (
@@ -31,6 +29,8 @@ from tidemill.server.http.body import Body, body_of, schema_of
 from tidemill.server.http.context import ID_PATTERN
 from tidemill.server.http.limits import MAX_MESSAGES
 from tidemill.server.http.responses import until_disconnect
+from tidemill.types.kv_policy import KVPolicy
+from tidemill.types.sampling import SamplingParams
 
 DEFAULT_TTL_S, MAX_TTL_S = 3600, 7 * 86400
 Name = Annotated[str, Field(pattern=ID_PATTERN)]

@@ -16,14 +16,14 @@ from pydantic import Field
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.scoring import MAX_PAIRS
-from tidemill.sampling import MAX_LOGPROB_IDS, SamplingParams
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import Endpoint, add_endpoint
 from tidemill.server.generation.pooled import Asked, run_each
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body
-from tidemill.wire import Delta
+from tidemill.types.sampling import MAX_LOGPROB_IDS, SamplingParams
+from tidemill.types.wire import Delta
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Items = (

@@ -1,0 +1,1 @@
+"""Several engines and machines: a router before servers, and Ray."""

@@ -1,0 +1,1 @@
+"""Types that all rooms share: models, layers and caches, weights, sampling, requests, messages, events."""

@@ -1,4 +1,5 @@
-"""Builds the compiled CPU kernels where a compiler is there; without them the engine runs on torch. All else: pyproject.toml."""
+"""Builds the compiled CPU kernels where a compiler is there; without them the engine runs on torch.
+All else: pyproject.toml."""
 
 import platform
 import runpy
@@ -42,7 +43,8 @@ FLAGS = [
     "-fno-math-errno",
     "-pthread",
 ]
-# One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
+# One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a
+# built wheel may move.
 VARIANTS = {
     "aarch64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},
     "arm64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},

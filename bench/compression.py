@@ -1,11 +1,12 @@
-"""What each way of quantizing costs in quality: bits a weight, perplexity, KL divergence from the original and agreement of the
-likeliest token, on held-out text.
+"""What each way of quantizing costs in quality: bits a weight, perplexity, KL divergence from the
+original and agreement of the likeliest token, on held-out text.
 
     python -m bench.compression --tokens 20480
 
-The default model's weights already lie on a grid of 4 bits and groups of 32, so methods are compared on its dequantized weights,
-with groups and bits that do not coincide with it. Calibration text and held-out text are different parts of Python's
-documentation as the standard library carries it. Weights are dequantized to float32; activations are rounded as when served.
+The default model's weights already lie on a grid of 4 bits and groups of 32, so methods are
+compared on its dequantized weights, with groups and bits that do not coincide with it. Calibration
+text and held-out text are different parts of Python's documentation as the standard library carries
+it. Weights are dequantized to float32; activations are rounded as when served.
 """
 
 from __future__ import annotations
@@ -71,26 +72,48 @@ EXPECTED = [
 ]
 
 
-def texts(path: Path, num_calibration: int, num_held_out: int, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
+def texts(
+    path: Path, num_calibration: int, num_held_out: int, length: int = LENGTH
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens from the begin of the text, and from its end, in sequences."""
     topics = pydoc_data.topics.topics
     ids = Tokenizer.load(path).encode("\n\n".join(topics[name] for name in sorted(topics)))
-    num_calibration, num_held_out = num_calibration // length * length, num_held_out // length * length
+    num_calibration, num_held_out = (
+        num_calibration // length * length,
+        num_held_out // length * length,
+    )
     if len(ids) < num_calibration + num_held_out:
         raise SystemExit(f"The text has {len(ids)} tokens.")
-    return torch.tensor(ids[:num_calibration]).view(-1, length), torch.tensor(ids[-num_held_out:]).view(-1, length)
+    return torch.tensor(ids[:num_calibration]).view(-1, length), torch.tensor(
+        ids[-num_held_out:]
+    ).view(-1, length)
 
 
 def measure(
-    decoder: Decoder, name: str, calibration: torch.Tensor, held_out: torch.Tensor, truth: torch.Tensor, folder: Path
+    decoder: Decoder,
+    name: str,
+    calibration: torch.Tensor,
+    held_out: torch.Tensor,
+    truth: torch.Tensor,
+    folder: Path,
 ) -> dict[str, Any]:
     kind, options = RUNS[name]
     method = method_class(kind)(options)
     work = Work(folder / "out", {"name": name})
     begin = time.perf_counter()
-    walk(decoder, work, method, calibration if method.needs_text else None, needs_truth=method.needs_truth)
+    walk(
+        decoder,
+        work,
+        method,
+        calibration if method.needs_text else None,
+        needs_truth=method.needs_truth,
+    )
     seconds = time.perf_counter() - begin
-    matrices = [one for number in range(decoder.num_layers) for one in from_state(work.tensors(number))[0].values()]
+    matrices = [
+        one
+        for number in range(decoder.num_layers)
+        for one in from_state(work.tensors(number))[0].values()
+    ]
     num_values = sum(one.dequantize().numel() for one in matrices)
     quality = compare(decoder, held_out, hidden_states(decoder, held_out, layer_of(work)), truth)
     shutil.rmtree(work.folder)
@@ -123,11 +146,18 @@ def report(found: parts.Found) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20480, help="held out")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=LENGTH, help="of a sequence; bench.small has learned 128 tokens")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=LENGTH,
+        help="of a sequence; bench.small has learned 128 tokens",
+    )
     parser.add_argument("--device", default="cpu")
     parts.add_options(parser)
     given = parser.parse_args()
@@ -136,7 +166,9 @@ def main() -> None:
         return
     torch.manual_seed(0)
     decoder = Decoder(Source.open(given.model), given.device)
-    calibration, held_out = texts(decoder.source.path, given.calibration_tokens, given.tokens, given.length)
+    calibration, held_out = texts(
+        decoder.source.path, given.calibration_tokens, given.tokens, given.length
+    )
     found = parts.read(given)
     truth = hidden_states(decoder, held_out)
     if "original" not in found:

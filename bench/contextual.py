@@ -1,12 +1,14 @@
-"""Contextual sparsity: what predictors of neurons and heads cost in quality and save in time, against the same weights without.
+"""Contextual sparsity: what predictors of neurons and heads cost in quality and save in time,
+against the same weights without.
 
     python -m bench.contextual                                 the default model
     python -m bench.small relu --act relu --steps 600          a small model of bytes with ReLUs
     python -m bench.contextual --model relu
     python -m bench.contextual --kernel                        the feed-forward alone, by the share that is computed
 
-Predictors learn from the begin of Python's documentation; quality is measured on its end by the engine's own logits. Weights are
-float32. Speed: one thread, decoding one request, time of the process, models in turn.
+Predictors learn from the begin of Python's documentation; quality is measured on its end by the
+engine's own logits. Weights are float32. Speed: one thread, decoding one request, time of the
+process, models in turn.
 """
 
 from __future__ import annotations
@@ -34,13 +36,21 @@ from tidemill.weights.predictors import read_settings
 
 def load(model: str, predictors: Path | None, context: int) -> LLM:
     path = None if predictors is None else str(predictors)
-    sizes: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_requests": 2, "max_context": context, "threads": 1}
+    sizes: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_requests": 2,
+        "max_context": context,
+        "threads": 1,
+    }
     return LLM(model, progress=False, contextual_sparsity=path, **sizes)
 
 
 def decode_s(llm: LLM, num: int) -> float:
     """Seconds of the process for a token."""
-    request_id, output = llm.submit([2, 3, 4, 5], SamplingParams(max_tokens=num, temperature=0.0, ignore_eos=True))
+    request_id, output = llm.submit(
+        [2, 3, 4, 5], SamplingParams(max_tokens=num, temperature=0.0, ignore_eos=True)
+    )
     try:
         llm.step()
         begin = time.process_time()
@@ -59,7 +69,10 @@ def chosen_share(llm: LLM, windows: list[list[int]]) -> float:
     before = [int(one.num_chosen) for one in layers]
     llm.generate(windows, SamplingParams(max_tokens=1), progress=False)
     num = sum(map(len, windows))
-    return statistics.mean((int(one.num_chosen) - was) / num / one.num_inner for one, was in zip(layers, before, strict=True))
+    return statistics.mean(
+        (int(one.num_chosen) - was) / num / one.num_inner
+        for one, was in zip(layers, before, strict=True)
+    )
 
 
 def run(given: argparse.Namespace, folder: Path) -> None:
@@ -69,7 +82,9 @@ def run(given: argparse.Namespace, folder: Path) -> None:
     (folder / "held-out.txt").write_text(whole[cut:])
     original = load(given.model, None, given.context)
     windows = text_windows(original, folder / "held-out.txt", given.tokens)
-    calibration = Calibration(data=folder / "text.txt", num_tokens=given.calibration_tokens, length=given.length)
+    calibration = Calibration(
+        data=folder / "text.txt", num_tokens=given.calibration_tokens, length=given.length
+    )
     models, heads = {"all neurons": original}, {"all neurons": 1.0}
     for asked in given.rows.split(","):
         units, _, keep = asked.partition(":")
@@ -87,7 +102,9 @@ def run(given: argparse.Namespace, folder: Path) -> None:
     for _ in range(given.rounds):
         for name, llm in models.items():
             times[name].append(decode_s(llm, given.decoded))
-    print("| | PPL | mean KL | top-1 | neurons computed | heads computed | tok/s, of the first row |")
+    print(
+        "| | PPL | mean KL | top-1 | neurons computed | heads computed | tok/s, of the first row |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, llm in models.items():
         quality = measure_quality(llm, original, windows, lambda _: None)
@@ -103,7 +120,10 @@ def kernel(num_in: int, num_inner: int, dtype: torch.dtype, rounds: int) -> None
     """One row by a feed-forward, against all of it by panels."""
     assert native.lib is not None
     native.lib.set_threads(1)
-    gate, up, down = (torch.randn(*shape).to(dtype) for shape in ((num_inner, num_in), (num_inner, num_in), (num_in, num_inner)))
+    gate, up, down = (
+        torch.randn(*shape).to(dtype)
+        for shape in ((num_inner, num_in), (num_inner, num_in), (num_in, num_inner))
+    )
     some, all_up, all_down = (
         ChosenNeurons(gate, up, down, "silu"), Gated(pack_linear(torch.cat([gate, up])), "silu"), pack_linear(down),
     )  # fmt: skip
@@ -118,13 +138,22 @@ def kernel(num_in: int, num_inner: int, dtype: torch.dtype, rounds: int) -> None
             times[0].append(middle - begin)
             times[1].append(time.process_time() - middle)
         few, whole = (statistics.median(one) * 1e6 for one in times)
-        print(f"| {num_in} x {num_inner}, {dtype} | {share:.0%} | {few:.0f} | {whole:.0f} | {whole / few:.2f} |", flush=True)
+        print(
+            f"| {num_in} x {num_inner}, {dtype} | {share:.0%} | {few:.0f} | {whole:.0f} | {whole / few:.2f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rows", default="neurons:0.9,neurons:0.98,both:0.98", help="what is chosen, and the part that stays")
+    parser.add_argument(
+        "--rows",
+        default="neurons:0.9,neurons:0.98,both:0.98",
+        help="what is chosen, and the part that stays",
+    )
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--tokens", type=int, default=2044, help="held out")
@@ -133,11 +162,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decoded", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="where predictors stay, and are taken from if they are there")
+    parser.add_argument(
+        "--folder", type=Path, help="where predictors stay, and are taken from if they are there"
+    )
     parser.add_argument("--kernel", action="store_true")
     given = parser.parse_args()
     if given.kernel:
-        print("| shape | neurons computed | µs | all of them by panels, µs | ratio |\n|---|---|---|---|---|")
+        print(
+            "| shape | neurons computed | µs | all of them by panels, µs | ratio |\n|---|---|---|---|---|"
+        )
         for dtype in (torch.float32, torch.bfloat16):
             for shape in ((576, 1536), (2048, 5632)):
                 kernel(*shape, dtype, given.rounds * 4)

@@ -1,16 +1,18 @@
-"""Prefill and decode engines against one engine that does both, on the same cores: a mixed load on both in turn.
+"""Prefill and decode engines against one engine that does both, on the same cores: a mixed load on
+both in turn.
 
 python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
 python -m bench.disaggregation --seconds 120 --rounds 3
 python -m bench.disaggregation --load heavy         twice of both: prompts and decoding meet often
 python -m bench.disaggregation --simulate FILE      the same in the simulator, with a profile of one thread
 
-FILE is of `tidemill calibrate smollm2 --threads 1 --max-context 1024 [--clock cpu]`. Two threads are taken to be `--speedup`
-times as fast as one.
+FILE is of `tidemill calibrate smollm2 --threads 1 --max-context 1024 [--clock cpu]`. Two threads
+are taken to be `--speedup` times as fast as one.
 
-The load: chats, with short prompts and long answers, decode while documents arrive, with long prompts and short answers. Arrivals
-are random (one seed, so the same for both), and nobody waits for an answer before the next request. All requests are greedy, and
-their tokens must be the same in every run.
+The load: chats, with short prompts and long answers, decode while documents arrive, with long
+prompts and short answers. Arrivals are random (one seed, so the same for both), and nobody waits
+for an answer before the next request. All requests are greedy, and their tokens must be the same in
+every run.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Run:
 
     tokens: list[list[int]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # between tokens of a request
-    second: list[float] = field(default_factory=list)  # of them, those after the first token of a document
+    # of them, those after the first token of a document
+    second: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -67,12 +70,17 @@ class Run:
 
 def load(given: argparse.Namespace) -> list[TimedRequest]:
     rng, requests = random.Random(given.seed), []
-    kinds = ((given.chats, given.chat_prompt, given.chat_output), (given.documents, given.document_prompt, given.document_output))
+    kinds = (
+        (given.chats, given.chat_prompt, given.chat_output),
+        (given.documents, given.document_prompt, given.document_output),
+    )
     for rate, num_prompt, num_output in kinds:
         now = rng.expovariate(rate)
         while now < given.seconds:
             length = int(num_prompt * rng.uniform(0.75, 1.25))
-            requests.append(TimedRequest(now, [rng.randrange(100, 40_000) for _ in range(length)], num_output))
+            requests.append(
+                TimedRequest(now, [rng.randrange(100, 40_000) for _ in range(length)], num_output)
+            )
             now += rng.expovariate(rate)
     return sorted(requests, key=lambda request: request.at_s)
 
@@ -84,7 +92,9 @@ async def run(client: Client, name: str, requests: list[TimedRequest], is_docume
         await asyncio.sleep(max(began + request.at_s - time.monotonic(), 0))
         params = SamplingParams(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
         last = sent = time.monotonic()
-        async with aclosing(client.submit(Submit(f"{name}-{number}", request.prompt, params, salt=name))) as deltas:
+        async with aclosing(
+            client.submit(Submit(f"{name}-{number}", request.prompt, params, salt=name))
+        ) as deltas:
             async for delta in deltas:
                 if not delta.token_ids:
                     continue
@@ -109,7 +119,10 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def show(name: str, runs: list[Run]) -> dict[str, float]:
-    gaps, firsts = [gap for one in runs for gap in one.gaps], [first for one in runs for first in one.firsts]
+    gaps, firsts = (
+        [gap for one in runs for gap in one.gaps],
+        [first for one in runs for first in one.firsts],
+    )
     told = {
         "p50": percentile(gaps, 0.5),
         "p99": percentile(gaps, 0.99),
@@ -127,14 +140,19 @@ def show(name: str, runs: list[Run]) -> dict[str, float]:
 
 
 def show_transfer(seen: list[Event]) -> None:
-    """What of the moves nobody waited for: pages that were there when their request came, and the time that bytes took against
-    what requests waited for pages, until the step after that."""
+    """What of the moves nobody waited for: pages that were there when their request came, and the
+    time that bytes took against what requests waited for pages, until the step after that."""
     taken = [one for one in seen if isinstance(one, events.TakenOver)]
     moved = [one for one in seen if isinstance(one, events.PagesMoved)]
     found, again = sum(one.num_found for one in taken), sum(one.num_computed for one in taken)
     late = sum(one.num_peer for one in seen if isinstance(one, events.PagesLoading))
-    waited_s = sum(one.duration_s for one in seen if isinstance(one, events.PagesLoaded) and one.replica)
-    moved_s, num_bytes = sum(one.seconds for one in moved), sum(one.num_bytes for one in moved if one.is_load)
+    waited_s = sum(
+        one.duration_s for one in seen if isinstance(one, events.PagesLoaded) and one.replica
+    )
+    moved_s, num_bytes = (
+        sum(one.seconds for one in moved),
+        sum(one.num_bytes for one in moved if one.is_load),
+    )
     hidden, early = 1 - min(waited_s / moved_s, 1) if moved_s else 0.0, 1 - late / max(found, 1)
     print(
         f"KV: {len(taken)} requests handed over, {100 * found / max(found + again, 1):.1f} % of their tokens found, {again} "
@@ -150,23 +168,44 @@ def simulate(given: argparse.Namespace) -> None:
     sent: dict[str, Any] = {"kv_token_bytes": profile.model.kv_bytes_per_token, "link": _COPY_RATE}
     layouts = {
         "one engine": [EngineSpec(config, _faster(one, given.speedup))],
-        "1 prefill + 1 decode": [EngineSpec(config, one, PREFILL, **sent), EngineSpec(config, one, DECODE, **sent)],
+        "1 prefill + 1 decode": [
+            EngineSpec(config, one, PREFILL, **sent),
+            EngineSpec(config, one, DECODE, **sent),
+        ],
     }
-    jobs = [Job(number, request.at_s, len(request.prompt), request.num_output) for number, request in enumerate(load(given))]
+    jobs = [
+        Job(number, request.at_s, len(request.prompt), request.num_output)
+        for number, request in enumerate(load(given))
+    ]
     told: list[dict[str, float]] = []
     for name, specs in layouts.items():
         served = Cluster(specs).run(jobs) or []
-        gaps, firsts = [gap for each in served for gap in each.gaps_s], [each.ttft_s for each in served]
-        parts = {"p50": (gaps, 0.5), "p99": (gaps, 0.99), "ttft p50": (firsts, 0.5), "ttft p99": (firsts, 0.99)}
+        gaps, firsts = (
+            [gap for each in served for gap in each.gaps_s],
+            [each.ttft_s for each in served],
+        )
+        parts = {
+            "p50": (gaps, 0.5),
+            "p99": (gaps, 0.99),
+            "ttft p50": (firsts, 0.5),
+            "ttft p99": (firsts, 0.99),
+        }
         told.append({part: percentile(*values) for part, values in parts.items()})
         figures = ", ".join(f"{part} {1000 * value:.1f} ms" for part, value in told[-1].items())
         print(f"{name:20}: simulated, {len(jobs)} requests: {figures}")
-    print("one engine / roles: " + ", ".join(f"{part} {told[0][part] / told[1][part]:.2f}" for part in told[0]))
+    print(
+        "one engine / roles: "
+        + ", ".join(f"{part} {told[0][part] / told[1][part]:.2f}" for part in told[0])
+    )
 
 
 def _faster(cost: FittedCost, times: float) -> FittedCost:
-    rates = {name: getattr(cost, name) / times for name in cost.__struct_fields__ if name.endswith("_s")}
-    decode, mixed = (Curve(one.at, [s / times for s in one.seconds]) for one in (cost.decode, cost.mixed))
+    rates = {
+        name: getattr(cost, name) / times for name in cost.__struct_fields__ if name.endswith("_s")
+    }
+    decode, mixed = (
+        Curve(one.at, [s / times for s in one.seconds]) for one in (cost.decode, cost.mixed)
+    )
     return msgspec.structs.replace(cost, decode=decode, mixed=mixed, **rates)
 
 
@@ -177,7 +216,9 @@ async def main(given: argparse.Namespace) -> None:
     }  # fmt: skip
     together, apart = EngineClient(), Replicas(2, seen.extend, routing=Roles(1, 1))
     requests = load(given)
-    num_documents = sum(len(request.prompt) > 0.75 * given.document_prompt - 1 for request in requests)
+    num_documents = sum(
+        len(request.prompt) > 0.75 * given.document_prompt - 1 for request in requests
+    )
     print(
         f"{given.model}: {len(requests)} requests in {given.seconds} s, {num_documents} of them documents of about "
         f"{given.document_prompt} tokens with answers of {given.document_output}; chats of {given.chat_prompt} and "
@@ -185,37 +226,61 @@ async def main(given: argparse.Namespace) -> None:
     )
     try:
         await together.start(EngineOptions(**shared, threads=given.threads))
-        await apart.start(EngineOptions(**shared, threads=given.threads // 2, prefill_engines=1, decode_engines=1))
+        await apart.start(
+            EngineOptions(**shared, threads=given.threads // 2, prefill_engines=1, decode_engines=1)
+        )
         runs: dict[str, list[Run]] = {"one engine": [], "1 prefill + 1 decode": []}
         for number in range(given.rounds):
             clients: tuple[Client, Client] = together, apart
             for name, client in zip(runs, clients, strict=True):
-                runs[name].append(await run(client, f"{name}-{number}", requests, int(0.75 * given.document_prompt) - 1))
+                runs[name].append(
+                    await run(
+                        client, f"{name}-{number}", requests, int(0.75 * given.document_prompt) - 1
+                    )
+                )
                 print(f"round {number + 1}: ", end="")
                 show(name, runs[name][-1:])
         first = runs["one engine"][0].tokens
         assert all(one.tokens == first for each in runs.values() for one in each), "tokens differ"
         print("tokens are the same in all runs")
         one, two = (show(name, each) for name, each in runs.items())
-        print("one engine / roles: " + ", ".join(f"{name} {one[name] / two[name]:.2f}" for name in one))
+        print(
+            "one engine / roles: "
+            + ", ".join(f"{name} {one[name] / two[name]:.2f}" for name in one)
+        )
         show_transfer(seen)
     finally:
         await asyncio.gather(together.close(), apart.close())
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--threads", type=int, default=2, help="of the one engine; half of them for each of the two")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of the one engine; half of them for each of the two"
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--simulate", metavar="FILE", help="with this profile, instead of running it")
-    parser.add_argument("--speedup", type=float, default=1.75, help="of two threads, in the simulator")
+    parser.add_argument(
+        "--simulate", metavar="FILE", help="with this profile, instead of running it"
+    )
+    parser.add_argument(
+        "--speedup", type=float, default=1.75, help="of two threads, in the simulator"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-context", type=int, default=2048)
     parser.add_argument("--token-budget", type=int, default=None)
-    parser.add_argument("--load", choices=tuple(LOADS), default="light", help="rates, if they are not given")
-    parser.add_argument("--slower", type=float, default=1.0, help="divides both rates: for a machine that others use as well")
+    parser.add_argument(
+        "--load", choices=tuple(LOADS), default="light", help="rates, if they are not given"
+    )
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        help="divides both rates: for a machine that others use as well",
+    )
     parser.add_argument("--chats", type=float, help="a second")
     parser.add_argument("--chat-prompt", type=int, default=40)
     parser.add_argument("--chat-output", type=int, default=150)

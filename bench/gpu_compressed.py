@@ -1,4 +1,5 @@
-"""Matrices of LLM.int8(), GOBO, low rank and ternary on the GPU at hand, timed beside bfloat16: `python -m bench.gpu_compressed`
+"""Matrices of LLM.int8(), GOBO, low rank and ternary on the GPU at hand, timed beside bfloat16:
+`python -m bench.gpu_compressed`
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def gobo(num_out: int, num_in: int) -> Codes:
     table[:8] = torch.linspace(-2, 2, 8) / num_in**0.5
     places = torch.randperm(num_out * num_in)[: num_out * num_in // 1000].sort().values
     outliers = Outliers(places, torch.randn(places.numel()) * 5 / num_in**0.5)
-    return Codes(4, codes, torch.ones(num_out, 1), None, group=num_in, table=table, outliers=outliers)
+    return Codes(
+        4, codes, torch.ones(num_out, 1), None, group=num_in, table=table, outliers=outliers
+    )
 
 
 def ternary(num_out: int, num_in: int) -> Codes:
@@ -67,7 +70,9 @@ def time_matrix(name: str, kind: str) -> None:
     for rows in ROWS:
         given = x[:rows].clone()
         took, other = (time_us([partial(one, given)] * 4, 5) for one in (weight, plain))
-        print(f"    M={rows}: {took:.1f} us, bfloat16 {other:.1f} ({other / took:.2f}x)", flush=True)
+        print(
+            f"    M={rows}: {took:.1f} us, bfloat16 {other:.1f} ({other / took:.2f}x)", flush=True
+        )
 
 
 def main() -> None:

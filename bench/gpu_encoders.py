@@ -2,7 +2,8 @@
 
     python -m bench.gpu_encoders [--json out.json] [--texts 8192] [--only bert]
 
-Models have random weights in the shapes of published ones. A text is a list of random tokens, of 3 to 256, about 30 on average.
+Models have random weights in the shapes of published ones. A text is a list of random tokens, of 3
+to 256, about 30 on average.
 """
 
 from __future__ import annotations
@@ -31,14 +32,30 @@ from tidemill.types.wire import Submit
 _VOCABULARY = 30000
 _COSINE, _SCORE = 0.999, 0.02  # at least; at most
 _COMMON = {"vocab_size": _VOCABULARY, "max_position_embeddings": 514, "initializer_range": 0.05}
-_MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
-_BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_MINILM = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+}
+_BASE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _MINILM),  # all-MiniLM-L6-v2
     "roberta": ("RobertaModel", _BASE),
     "mpnet": ("MPNetModel", _BASE),  # all-mpnet-base-v2
-    "bert, heads of 26": ("BertModel", {**_MINILM, "hidden_size": 312, "intermediate_size": 1200, "num_hidden_layers": 4}),
-    "cross-encoder": ("BertForSequenceClassification", {**_MINILM, "num_labels": 1, "type_vocab_size": 2}),
+    "bert, heads of 26": (
+        "BertModel",
+        {**_MINILM, "hidden_size": 312, "intermediate_size": 1200, "num_hidden_layers": 4},
+    ),
+    "cross-encoder": (
+        "BertForSequenceClassification",
+        {**_MINILM, "num_labels": 1, "type_vocab_size": 2},
+    ),
 }
 
 
@@ -48,7 +65,9 @@ def make_texts(num: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(4, _VOCABULARY) for _ in range(length)] for length in lens]
 
 
-def ask(core: EngineCore, texts: list[list[int]], how: str, pair_start: int = 0) -> list[list[float]]:
+def ask(
+    core: EngineCore, texts: list[list[int]], how: str, pair_start: int = 0
+) -> list[list[float]]:
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=how)
     made: dict[str, list[float]] = {}
     waiting = [(str(i), ids) for i, ids in enumerate(texts)]
@@ -59,7 +78,11 @@ def ask(core: EngineCore, texts: list[list[int]], how: str, pair_start: int = 0)
             core.submit(Submit(name, ids, params, segments=second_text(pair_start, len(ids))))
         output, failed = core.step()
         assert not failed, failed[0]
-        made |= {delta.request_id: delta.embedding for delta in output.deltas if delta.embedding is not None}
+        made |= {
+            delta.request_id: delta.embedding
+            for delta in output.deltas
+            if delta.embedding is not None
+        }
     return [made[str(i)] for i in range(len(texts))]
 
 
@@ -69,7 +92,8 @@ def _text(length: int, seed: int) -> list[int]:
 
 
 def step_ms(core: EngineCore, how: str) -> tuple[int, float]:
-    """Of the largest graph: its tokens, and the time of a replay on the device, of texts of one length."""
+    """Of the largest graph: its tokens, and the time of a replay on the device, of texts of one
+    length."""
     runner = core.runner
     assert isinstance(runner, CudaEncoder)
     graph, num = runner.graphs[max(runner.graphs)], core.config.max_requests
@@ -95,7 +119,9 @@ def measure(core: EngineCore, texts: list[list[int]], how: str, rounds: int = 3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--texts", type=int, default=8192)
     parser.add_argument("--only", default="", help="models whose names begin so")

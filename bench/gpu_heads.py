@@ -44,7 +44,9 @@ def write_heads(folder: Path, core: EngineCore, num_ids: int) -> None:
     for kind, settings in SETTINGS.items():
         for layer in (1, 2) if kind == "exit" else (0,):
             torch.manual_seed(layer)
-            head = new_head(kind, target.hidden_size, settings | ({"layer": layer} if layer else {}))
+            head = new_head(
+                kind, target.hidden_size, settings | ({"layer": layer} if layer else {})
+            )
             for value in head.requires_grad_(False).parameters():
                 value += torch.randn_like(value) * 0.02
             save_draft(folder / kind / (f"exit-{layer}" if layer else ""), head, target, about)
@@ -54,9 +56,21 @@ def write_heads(folder: Path, core: EngineCore, num_ids: int) -> None:
 
 def make_core(folder: Path, name: str, **options: Any) -> EngineCore:
     heads = str(folder / "heads" / name.partition("-")[0]) if name in HEADS else None
-    given: dict[str, Any] = {"max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30, "load_format": "dummy"} | options
+    given: dict[str, Any] = {
+        "max_context": 2048,
+        "max_requests": 16,
+        "kv_memory_bytes": 2**30,
+        "load_format": "dummy",
+    } | options
     return load_core(
-        EngineOptions(model=str(folder), speculate=name, draft_heads=heads, adaptive_drafts=False, max_drafts=6, **given)
+        EngineOptions(
+            model=str(folder),
+            speculate=name,
+            draft_heads=heads,
+            adaptive_drafts=False,
+            max_drafts=6,
+            **given,
+        )
     )
 
 
@@ -67,7 +81,10 @@ def time_all(model: str) -> None:
     core = make_core(folder, "off", max_requests=8)
     write_heads(folder / "heads", core, 32_000)
     for num in (1, 8):
-        print(f"{model} without drafts, {num} requests: {_step_ms(core, num)[0]:.2f} ms a step", flush=True)
+        print(
+            f"{model} without drafts, {num} requests: {_step_ms(core, num)[0]:.2f} ms a step",
+            flush=True,
+        )
     for name in ("medusa", "eagle", "eagle-tree", "exit"):
         del core
         gc.unfreeze()
@@ -77,14 +94,21 @@ def time_all(model: str) -> None:
         for num in (1, 8):
             step, propose, drafts = _step_ms(core, num)
             print(
-                f"{model} {name}, {num} requests: {step:.2f} ms a step, {propose:.2f} of them for {drafts:.1f} drafts", flush=True
+                f"{model} {name}, {num} requests: {step:.2f} ms a step, {propose:.2f} of them for {drafts:.1f} drafts",
+                flush=True,
             )
 
 
 def _step_ms(core: EngineCore, num: int, num_steps: int = 40) -> tuple[float, float, float]:
     """A step, the proposals in it, and how many drafts there are."""
     for i in range(num):
-        core.submit(Submit(str(i), prompt(i, 128), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)))
+        core.submit(
+            Submit(
+                str(i),
+                prompt(i, 128),
+                SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True),
+            )
+        )
     for _ in range(12):
         core.step()
     proposing, drafts = [0.0], [0]
@@ -112,7 +136,9 @@ def _step_ms(core: EngineCore, num: int, num_steps: int = 40) -> tuple[float, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen06b", choices=MODELS)
     given = parser.parse_args()
     time_all(given.model)

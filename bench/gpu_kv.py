@@ -1,9 +1,11 @@
 """8-bit and 4-bit keys and values on the GPU at hand: what they save.
 
-    python -m bench.gpu_kv [--json out.json] [--parts kernels,retrieval,workloads] [--turns 2] [--formats fp8,int8,int4]
+    python -m bench.gpu_kv [--json out.json] [--parts kernels,retrieval,workloads] [--turns 2]
+    [--formats fp8,int8,int4]
 
-kernels: decode attention at several settings and prompts, beside bfloat16. retrieval: a planted key among 16,384, and what
-quantization does to its query's result. workloads: llama8b with random weights in three formats, in turns.
+kernels: decode attention at several settings and prompts, beside bfloat16. retrieval: a planted key
+among 16,384, and what quantization does to its query's result. workloads: llama8b with random
+weights in three formats, in turns.
 
 Each part is a process with a time limit: one that fails or hangs says so, and the next one runs.
 """
@@ -52,7 +54,11 @@ LINES: list[dict[str, Any]] = []
 def say(**line: Any) -> None:
     LINES.append(line)
     print(
-        "  " + ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()),
+        "  "
+        + ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in line.items()
+        ),
         flush=True,
     )
 
@@ -69,7 +75,9 @@ def time_decode() -> None:
         num_values = batch * length * 8 * 128 * 2
         out = torch.empty(batch, 32 * 128, device="cuda", dtype=torch.bfloat16)
 
-        def timed(scene: Scene, items: Any = items, out: torch.Tensor = out, batch: int = batch) -> float:
+        def timed(
+            scene: Scene, items: Any = items, out: torch.Tensor = out, batch: int = batch
+        ) -> float:
             work, lists = scene.prepare(items)
             positions = torch.from_numpy(work.positions).cuda()
             calls = [
@@ -83,13 +91,30 @@ def time_decode() -> None:
         quantized = scene.cache, scene.scales
         scene.cache, scene.scales = scene.exact, None  # type: ignore[assignment]
         plain = timed(scene)
-        say(kernel="decode", batch=batch, length=length, format="bfloat16", us=plain, TBs=num_values * 2 / plain / 1e6)
+        say(
+            kernel="decode",
+            batch=batch,
+            length=length,
+            format="bfloat16",
+            us=plain,
+            TBs=num_values * 2 / plain / 1e6,
+        )
         scene.cache, scene.scales = quantized
-        for ring in (True, False) if has_roles() else (False,):  # the kernel made for Hopper, or the other one
+        # the kernel made for Hopper, or the other one
+        for ring in (True, False) if has_roles() else (False,):
             with mock.patch.object(hopper_fp8, "FEW", 0 if ring else 10**9):
                 us = timed(scene)
             rate = num_values * (1 + 2 / 128) / us / 1e6
-            say(kernel="decode", batch=batch, length=length, format="fp8", ring=ring, us=us, TBs=rate, gain=plain / us)
+            say(
+                kernel="decode",
+                batch=batch,
+                length=length,
+                format="fp8",
+                ring=ring,
+                us=us,
+                TBs=rate,
+                gain=plain / us,
+            )
         del scene, quantized
         for name in [name for name in NAMES if name != "fp8"]:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
@@ -104,14 +129,23 @@ def time_prompts() -> None:
         out = torch.empty(batch * length, 32 * 128, device="cuda", dtype=torch.bfloat16)
         flops = batch * length * length / 2 * 32 * 128 * 4
 
-        def timed(scene: Scene, batch: int = batch, length: int = length, out: torch.Tensor = out) -> float:
+        def timed(
+            scene: Scene, batch: int = batch, length: int = length, out: torch.Tensor = out
+        ) -> float:
             work, lists = scene.prepare([(i, 0, length) for i in range(batch)])
             positions = torch.from_numpy(work.positions.copy()).cuda()
             given = scene.qkv, scene.cache, 0, scene.table, lists, out, scene.spec, positions
             return time_us([partial(attention.attend, *given, scales=scene.scales)], 3)
 
         plain = timed(Scene([length] * batch, 32, 8, 128))
-        say(kernel="prompts", batch=batch, length=length, format="bfloat16", us=plain, TFLOPs=flops / plain / 1e6)
+        say(
+            kernel="prompts",
+            batch=batch,
+            length=length,
+            format="bfloat16",
+            us=plain,
+            TFLOPs=flops / plain / 1e6,
+        )
         for name in NAMES:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
             for way in ("copied", "by roles", "other") if name != "int4" else ("other",):
@@ -130,14 +164,30 @@ def time_store() -> None:
     for num in (256, 2048):
         qkv = torch.randn(num, 48 * 128, device="cuda", dtype=torch.bfloat16)
         positions = torch.arange(num, dtype=torch.int32, device="cuda")
-        slots = torch.randperm(num, device="cuda") * 64 if num == 256 else torch.arange(num, device="cuda")
+        slots = (
+            torch.randperm(num, device="cuda") * 64
+            if num == 256
+            else torch.arange(num, device="cuda")
+        )
         for name in ("bfloat16", *NAMES):
             kind = FORMATS[name]
-            pages = torch.zeros(num, 2 * 2 * 8 * 64 * kind.head_bytes(128), dtype=torch.uint8, device="cuda")
+            pages = torch.zeros(
+                num, 2 * 2 * 8 * 64 * kind.head_bytes(128), dtype=torch.uint8, device="cuda"
+            )
             cache, scales = views(pages, 2, 8, 64, 128, name)
             if scales is None:
                 cache = pages.view(torch.bfloat16).view(num, 2, 2, 8, 64, 128)
-            call = partial(kv_write.enter_heads, qkv, cache, 1, positions, slots, Angles(cos, sin), 32, scales=scales)
+            call = partial(
+                kv_write.enter_heads,
+                qkv,
+                cache,
+                1,
+                positions,
+                slots,
+                Angles(cos, sin),
+                32,
+                scales=scales,
+            )
             say(kernel="store", tokens=num, format=name, us=time_us([call]))
 
 
@@ -145,22 +195,27 @@ def time_store() -> None:
 
 
 def check_retrieval() -> None:
-    """Eight requests of 16,384 tokens; for each KV head a key like its first query is planted somewhere, with a value that has
-    one large dimension. Retrieved: that dimension is the result's largest. `strength`: of the planted key; at 1 it has about
-    three times the weight of all others together."""
+    """Eight requests of 16,384 tokens; for each KV head a key like its first query is planted
+    somewhere, with a value that has one large dimension. Retrieved: that dimension is the result's
+    largest. `strength`: of the planted key; at 1 it has about three times the weight of all others
+    together."""
     length, batch, heads, kv_heads, dim = 16384, 8, 32, 8, 128
     for strength in (0.6, 0.8, 1.0, 1.2):
         scene = Scene([length] * batch, heads, kv_heads, dim)
         torch.manual_seed(5)
         last = torch.tensor([scene.first[row] + length - 1 for row in range(batch)], device="cuda")
-        queries = scene.qkv[last].view(batch, -1, dim)[:, : heads : heads // kv_heads]  # the first of each group
+        # the first of each group
+        queries = scene.qkv[last].view(batch, -1, dim)[:, : heads : heads // kv_heads]
         where, large = (
             torch.randint(0, length, (batch, kv_heads), device="cuda"),
             torch.randint(0, dim, (batch, kv_heads), device="cuda"),
         )
         for row in range(batch):
             for head in range(kv_heads):
-                page, offset = int(scene.pages[row, int(where[row, head]) // 64]), int(where[row, head]) % 64
+                page, offset = (
+                    int(scene.pages[row, int(where[row, head]) // 64]),
+                    int(where[row, head]) % 64,
+                )
                 scene.cache[page, 1, 0, head, offset] = queries[row, head] * strength
                 scene.cache[page, 1, 1, head, offset] = torch.randn(dim, device="cuda") * 0.5
                 scene.cache[page, 1, 1, head, offset, large[row, head]] = 6.0
@@ -195,7 +250,11 @@ def run_workload(core: EngineCore, requests: list[Request]) -> tuple[float, floa
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for i, (prompt, length) in enumerate(requests):
-        core.submit(Submit(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)))
+        core.submit(
+            Submit(
+                str(i), prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            )
+        )
     began, decoding, num_steps = set[str](), 0.0, 0
     while core.has_work:
         output, failed = core.step()
@@ -225,13 +284,17 @@ def load_engines(model: str) -> dict[str, EngineCore]:
             shape = first.model_config
             made[name] = core_of(first.runner.model, resolve(options, shape, machine.detect()))  # type: ignore[attr-defined]
         num_tokens = made[name].config.num_pages * 64
-        print(f"  {model} {name}: ready in {time.perf_counter() - begin:.1f} s; {num_tokens:,} tokens in 24 GiB", flush=True)
+        print(
+            f"  {model} {name}: ready in {time.perf_counter() - begin:.1f} s; {num_tokens:,} tokens in 24 GiB",
+            flush=True,
+        )
     return made
 
 
 def check_logits(engines: dict[str, EngineCore], vocab: int) -> None:
-    """Of the token after prompts of 2,048 and 16,384 random tokens: KL divergence from bfloat16, and whether the likeliest is the
-    same. Random weights attend almost evenly and have nearly equal logits; `check_retrieval` is about peaks."""
+    """Of the token after prompts of 2,048 and 16,384 random tokens: KL divergence from bfloat16,
+    and whether the likeliest is the same. Random weights attend almost evenly and have nearly equal
+    logits; `check_retrieval` is about peaks."""
     draw = random.Random(3)
     for length in (2048, 16384):
         kl, same, num = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0), 4
@@ -240,7 +303,10 @@ def check_logits(engines: dict[str, EngineCore], vocab: int) -> None:
             logprobs = {}
             for name, core in engines.items():
                 core.scheduler.kv.clear_prefixes()
-                ask(core, {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))})
+                ask(
+                    core,
+                    {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))},
+                )
                 logprobs[name] = core.runner.slots.buffers.logits[0].clone().log_softmax(-1)  # type: ignore[attr-defined]
             plain = logprobs["bfloat16"]
             for name in NAMES:
@@ -299,18 +365,28 @@ PARTS: dict[str, tuple[int, list[Callable[..., None]]]] = {  # seconds it may ta
 def run_part(label: str, turns: int) -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for part in PARTS[label][1]:
-        guarded(f"{label}: {part.__name__}", partial(part, turns) if part is time_workloads else part)
+        guarded(
+            f"{label}: {part.__name__}", partial(part, turns) if part is time_workloads else part
+        )
 
 
 def spawn(label: str, turns: int) -> list[dict[str, Any]]:
     found = Path(tempfile.mkdtemp()) / "lines.json"
-    command = [sys.executable, "-m", "bench.gpu_kv", "--part", label, "--json", str(found), "--turns", str(turns)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu_kv",
+        "--part",
+        label,
+        "--json",
+        str(found),
+        "--turns",
+        str(turns),
+    ]
     command += ["--formats", ",".join(NAMES)]
     begin = time.perf_counter()
     try:
-        code = subprocess.run(
-            command, timeout=PARTS[label][0], check=False
-        ).returncode
+        code = subprocess.run(command, timeout=PARTS[label][0], check=False).returncode
         end = f"ended with {code}" if code else ""
     except subprocess.TimeoutExpired:
         end = "took too long"
@@ -320,7 +396,9 @@ def spawn(label: str, turns: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--part", choices=PARTS, help="in this process")
@@ -337,8 +415,18 @@ def main() -> None:
         lines += spawn(label, given.turns)
     print("\nSummary")
     for line in lines:
-        if any(key in line for key in ("workload", "strength", "failed", "logits", "kernel", "engine")):
-            print("  " + json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}))
+        if any(
+            key in line for key in ("workload", "strength", "failed", "logits", "kernel", "engine")
+        ):
+            print(
+                "  "
+                + json.dumps(
+                    {
+                        key: round(value, 4) if isinstance(value, float) else value
+                        for key, value in line.items()
+                    }
+                )
+            )
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

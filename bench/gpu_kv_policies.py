@@ -1,6 +1,6 @@
 """Milliseconds of decode steps of long contexts with each KV policy, on the GPU at hand.
 
-    python -m bench.gpu_kv_policies [--model llama8b]
+python -m bench.gpu_kv_policies [--model llama8b]
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def loaded(model: str) -> EngineCore:
 
 
 def time_speed(model: str, length: int = 16384, batch: int = 4) -> None:
-    """Decode steps of `batch` requests with contexts of `length` tokens, once every request decodes."""
+    """Decode steps of `batch` requests with contexts of `length` tokens, once every request
+    decodes."""
     core, draw = loaded(model), random.Random(1)
     vocab = int(str(MODELS[model]["vocab_size"]))
     prompts = [[draw.randrange(10, vocab) for _ in range(length)] for _ in range(batch)]
@@ -56,7 +57,9 @@ def time_speed(model: str, length: int = 16384, batch: int = 4) -> None:
         try:
             begin = time.perf_counter()
             for i, prompt in enumerate(prompts):
-                params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, kv_policy=read_policy(policy))
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=80, ignore_eos=True, kv_policy=read_policy(policy)
+                )
                 core.submit(Submit(str(i), prompt, params))
             began, times, decoding = set[str](), list[float](), 0.0
             while core.has_work:

@@ -2,8 +2,8 @@
 
     python -m bench.gpu_lora [--json out.json] [--model llama8b] [--adapters 8] [--rank 16]
 
-mixed_256 with an adapter of all linear layers for every request, beside the same without, in turns; decode steps of 1, 64 and
-256 requests.
+mixed_256 with an adapter of all linear layers for every request, beside the same without, in turns;
+decode steps of 1, 64 and 256 requests.
 """
 
 from __future__ import annotations
@@ -49,30 +49,49 @@ SHAPES = (
 
 
 def time_matmuls(num_adapters: int, rank: int) -> None:
-    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that
-    decode, or in stretches of 256, as prompts."""
+    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters
+    in turn, as requests that decode, or in stretches of 256, as prompts."""
     device = torch.device("cuda")
     draw = partial(torch.randn, device=device)
     for num_in, outs, act in SHAPES:
         num_out = sum(outs.values())
-        weights = [CudaWeight(draw(num_out, num_in, dtype=torch.bfloat16), None, False, act) for _ in range(4)]
+        weights = [
+            CudaWeight(draw(num_out, num_in, dtype=torch.bfloat16), None, False, act)
+            for _ in range(4)
+        ]
         for num_rows in (1, 16, 64, 128, 192, 256, 512, 2048):
             lists = Lists(num_adapters, num_rows)
-            mades = [CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16) for _ in weights]
+            mades = [
+                CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16)
+                for _ in weights
+            ]
             for made in mades:
                 for slot in range(num_adapters):
-                    made.put(slot, {n: LoraPair(draw(rank, num_in), draw(k, rank), 1.0) for n, k in outs.items()})
-            lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
+                    made.put(
+                        slot,
+                        {
+                            n: LoraPair(draw(rank, num_in), draw(k, rank), 1.0)
+                            for n, k in outs.items()
+                        },
+                    )
+            lists.write(
+                np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows
+            )
             x = draw(num_rows, num_in, dtype=torch.bfloat16)
             pairs = list(zip(weights, mades, strict=True))
             taken = {
                 "without": _microseconds(lambda w, _, x=x: w(x), pairs),
                 "with": _microseconds(lambda w, m, x=x: m.adapted(x, w), pairs),
-                "left to the kernel behind": _microseconds(lambda w, m, x=x: with_added(m.pending(x, w)), pairs),
+                "left to the kernel behind": _microseconds(
+                    lambda w, m, x=x: with_added(m.pending(x, w)), pairs
+                ),
             }
             tile = choose_tile(num_rows, num_out, num_in)
             said = ", ".join(f"{name} {us:.1f}" for name, us in taken.items())
-            print(f"{num_in} -> {num_out}, {num_rows} rows, {'library' if tile is LIBRARY else tile}: {said}", flush=True)
+            print(
+                f"{num_in} -> {num_out}, {num_rows} rows, {'library' if tile is LIBRARY else tile}: {said}",
+                flush=True,
+            )
 
 
 def _microseconds(work: Any, pairs: list[tuple[CudaWeight, CudaLora]]) -> float:
@@ -93,14 +112,18 @@ def _microseconds(work: Any, pairs: list[tuple[CudaWeight, CudaLora]]) -> float:
     return begin.elapsed_time(end) * 100 / len(pairs)
 
 
-def run_workload(core: EngineCore, requests: list[tuple[list[int], int]], num_adapters: int) -> float:
+def run_workload(
+    core: EngineCore, requests: list[tuple[list[int], int]], num_adapters: int
+) -> float:
     """Seconds."""
     core.scheduler.kv.clear_prefixes()
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for i, (prompt, length) in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        core.submit(Submit(str(i), prompt, params, adapter=1 + i % num_adapters if num_adapters else 0))
+        core.submit(
+            Submit(str(i), prompt, params, adapter=1 + i % num_adapters if num_adapters else 0)
+        )
     while core.has_work:
         _, failed = core.step()
         assert not failed, failed
@@ -108,12 +131,16 @@ def run_workload(core: EngineCore, requests: list[tuple[list[int], int]], num_ad
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json")
     parser.add_argument("--model", default="llama8b", choices=MODELS)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--max-lora-rank", type=int, help="of the engine; if not given, the rank, and at least 16")
+    parser.add_argument(
+        "--max-lora-rank", type=int, help="of the engine; if not given, the rank, and at least 16"
+    )
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--parts", default="kernels,workloads", help="separated by commas")
     given = parser.parse_args()
@@ -141,7 +168,10 @@ def measure(given: argparse.Namespace) -> None:
         print(f"adapter {i} loaded in {time.perf_counter() - begin:.2f} s", flush=True)
     made = workloads(min(MODELS[given.model]["vocab_size"], 120_000))
     cases = {"mixed_256": made["mixed_256"]}
-    cases |= {f"decode_b{num}": [(prompt[:128], 128) for prompt, _ in made["decode_b256"][:num]] for num in (1, 64, 256)}
+    cases |= {
+        f"decode_b{num}": [(prompt[:128], 128) for prompt, _ in made["decode_b256"][:num]]
+        for num in (1, 64, 256)
+    }
     cases["prefill_4k"] = made["prefill_4k"][:16]
     lines = []
     for name, requests in cases.items():
@@ -151,8 +181,18 @@ def measure(given: argparse.Namespace) -> None:
             for num in times:
                 times[num].append(run_workload(core, requests, num))
         without, with_them = min(times[0]), min(times[given.adapters])
-        lines.append({"workload": name, "without_s": without, "with_s": with_them, "speed": without / with_them})
-        print(f"{name:12} without {without:7.3f} s, with {with_them:7.3f} s: {without / with_them:.3f} of the speed", flush=True)
+        lines.append(
+            {
+                "workload": name,
+                "without_s": without,
+                "with_s": with_them,
+                "speed": without / with_them,
+            }
+        )
+        print(
+            f"{name:12} without {without:7.3f} s, with {with_them:7.3f} s: {without / with_them:.3f} of the speed",
+            flush=True,
+        )
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

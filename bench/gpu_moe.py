@@ -1,9 +1,10 @@
-"""The experts' kernels on the GPU at hand, at the shape of Qwen3-30B-A3B: timed
-beside what memory and tensor cores allow, and searched for the fastest tiles.
+"""The experts' kernels on the GPU at hand, at the shape of Qwen3-30B-A3B: timed beside what memory
+and tensor cores allow, and searched for the fastest tiles.
 
     python -m bench.gpu_moe [--only overlap,time,router,stream,search] [--seconds 70]
 
-Each part stands for itself: if one fails, its traceback is printed and the next one runs. The search prints lines for tiles.json.
+Each part stands for itself: if one fails, its traceback is printed and the next one runs. The
+search prints lines for tiles.json.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-if importlib.util.find_spec("msgspec") is None:  # the kernels do not need it, only the package's front door does
+# the kernels do not need it, only the package's front door does
+if importlib.util.find_spec("msgspec") is None:
     package = types.ModuleType("tidemill")
     package.__path__ = [str(Path(__file__).parent.parent / "tidemill")]
     sys.modules["tidemill"] = package
@@ -38,11 +40,13 @@ from tidemill.kernels.cuda.gemm import Tile, gemm
 from tidemill.kernels.cuda.tuning import time_us
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 48
-BANDWIDTH, FLOPS = 4.25e12, 700e12  # read by the best kernels; of the tensor cores at the power limit
+# read by the best kernels; of the tensor cores at the power limit
+BANDWIDTH, FLOPS = 4.25e12, 700e12
 EXPERT_BYTES = 3 * HIDDEN * INNER * 2
 Weights = tuple[torch.Tensor, torch.Tensor]
 
-# Tiles to try by tokens: (rows, outs, ins, stages, warps, bulk, halves), of the first product and of the second.
+# Tiles to try by tokens: (rows, outs, ins, stages, warps, bulk, halves), of the first product and
+# of the second.
 _FEW_UP = [
     (16, 32, 256, 4, 4), (16, 32, 256, 3, 2), (16, 32, 512, 3, 4), (16, 64, 256, 3, 4), (16, 64, 128, 5, 4), (16, 32, 128, 8, 4),
     (16, 32, 256, 4, 4, 1), (16, 64, 256, 3, 4, 1), (16, 64, 128, 6, 4, 1),
@@ -64,7 +68,12 @@ _MANY = [
     (128, 128, 64, 3, 4, 1, 1), (128, 128, 64, 3, 8, 1, 1), (128, 256, 64, 4, 8, 1, 1), (256, 128, 64, 4, 8, 1),
     (256, 128, 64, 4, 8, 1, 1),
 ]  # fmt: skip
-_MEDIUM = [(64, 128, 64, 5, 4, 1), (64, 128, 128, 3, 4, 1), (64, 256, 64, 4, 4, 1), (64, 256, 64, 4, 8, 1)]
+_MEDIUM = [
+    (64, 128, 64, 5, 4, 1),
+    (64, 128, 128, 3, 4, 1),
+    (64, 256, 64, 4, 4, 1),
+    (64, 256, 64, 4, 8, 1),
+]
 CANDIDATES: dict[int, tuple[list[Any], list[Any]]] = {
     1: (_FEW_UP, _FEW_DOWN), 256: (_MORE + _MEDIUM, _MORE + _MEDIUM), 2048: (_MEDIUM + _MANY, _MEDIUM + _MANY),
     64: (_SOME, _SOME), 8192: (_MANY, _MANY), 16: (_SOME, _SOME), 4: (_FEW_UP, _FEW_DOWN), 128: (_SOME + _MORE, _SOME + _MORE),
@@ -75,7 +84,9 @@ CANDIDATES: dict[int, tuple[list[Any], list[Any]]] = {
 def new_weights(seed: int) -> Weights:
     generator = torch.Generator("cuda").manual_seed(seed)
     new = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
-    return new(EXPERTS, 2 * INNER, HIDDEN).div_(HIDDEN**0.5), new(EXPERTS, HIDDEN, INNER).div_(INNER**0.5)
+    return new(EXPERTS, 2 * INNER, HIDDEN).div_(HIDDEN**0.5), new(EXPERTS, HIDDEN, INNER).div_(
+        INNER**0.5
+    )
 
 
 def new_tokens(num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +111,8 @@ def run(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.Tensor
 
 
 def inputs(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the calls of a graph: few tokens need other experts each time, so that none is in the cache."""
+    """Of the calls of a graph: few tokens need other experts each time, so that none is in the
+    cache."""
     return [new_tokens(num, seed) for seed in range(20 if num <= 64 else 4)]
 
 
@@ -111,14 +123,17 @@ def floor_us(num: int, given: list[tuple[torch.Tensor, torch.Tensor]], parts: in
     return max(moved / BANDWIDTH, 2 * num * TOP_K * HIDDEN * INNER * parts / FLOPS) * 1e6
 
 
-def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list[Callable[[], Any]], float]]:
+def stages(
+    num: int, up: Tile, down: Tile, direct: bool
+) -> dict[str, tuple[list[Callable[[], Any]], float]]:
     """The calls of each stage for `time_us`, and the least time they could take."""
     given = inputs(num)
     weights = [all_weights()[i % 2] for i in range(len(given))]
     both = list(zip(given, weights, strict=True))
     if direct:
         gated: list[Callable[[], Any]] = [
-            partial(moe_direct.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both
+            partial(moe_direct.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu")
+            for (x, logits), w in both
         ]
         middle = [call() for call in gated]
         return {
@@ -127,8 +142,14 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
                       for (rows, shares), ((_, logits), w) in zip(middle, both, strict=True)], floor_us(num, given, 1)),
         }  # fmt: skip
     routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
-    rows = [moe.multiply_gated(x, w[0], r, up, TOP_K, "silu") for ((x, _), w), r in zip(both, routings, strict=True)]
-    pairs = [moe.multiply(v, w[1], r, down, TOP_K) for v, w, r in zip(rows, weights, routings, strict=True)]
+    rows = [
+        moe.multiply_gated(x, w[0], r, up, TOP_K, "silu")
+        for ((x, _), w), r in zip(both, routings, strict=True)
+    ]
+    pairs = [
+        moe.multiply(v, w[1], r, down, TOP_K)
+        for v, w, r in zip(rows, weights, routings, strict=True)
+    ]
     moved = num * TOP_K * HIDDEN * 2
     return {
         "route": ([partial(moe.route, logits, TOP_K, False, up.rows, down.rows) for _, logits in given], 0.0),
@@ -144,13 +165,18 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
 def chosen(num: int) -> tuple[Tile, Tile]:
     return (
         moe.choose_tile(num, TOP_K, EXPERTS, 2 * INNER, HIDDEN),
-        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER, adds=moe_direct.is_direct(num, TOP_K, EXPERTS)),
+        moe.choose_tile(
+            num, TOP_K, EXPERTS, HIDDEN, INNER, adds=moe_direct.is_direct(num, TOP_K, EXPERTS)
+        ),
     )
 
 
 def time_all() -> None:
     router = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    print("microseconds of a layer, from a graph of calls that touch other experts; in brackets the least possible", flush=True)
+    print(
+        "microseconds of a layer, from a graph of calls that touch other experts; in brackets the least possible",
+        flush=True,
+    )
     for num in (1, 2, 4, 8, 16, 37, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         up, down = chosen(num)
         for direct in (True, False) if num <= moe_direct.MOST_DIRECT else (False,):
@@ -160,7 +186,9 @@ def time_all() -> None:
                 line.append(f"{name} {time_us(calls, 5):.1f} ({least:.1f})")
             print(f"time T={num}{' direct' if direct else ''}: {', '.join(line)}", flush=True)
         given = inputs(num)
-        calls = [partial(run, x, logits, all_weights()[i % 2]) for i, (x, logits) in enumerate(given)]
+        calls = [
+            partial(run, x, logits, all_weights()[i % 2]) for i, (x, logits) in enumerate(given)
+        ]
         took, least = time_us(calls, 5), floor_us(num, given, 3)
         logits = torch.empty(num, EXPERTS, device="cuda")
         routing = time_us([partial(gemm, x, router, out=logits) for x, _ in given], 5)
@@ -170,7 +198,8 @@ def time_all() -> None:
 
 
 def time_overlap() -> None:
-    """A whole layer with and without what runs ahead: the router's matmul, then the experts, as a step has them. Equal bits."""
+    """A whole layer with and without what runs ahead: the router's matmul, then the experts, as a
+    step has them. Equal bits."""
     router = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def layer(x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -181,28 +210,48 @@ def time_overlap() -> None:
         calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
         expected = None
         few = num <= moe_direct.MOST_DIRECT
-        for lets_in, fetched in ((1, 0), (level, 0)) if few else [(level, n << 20) for n in (0, 8, 16, 24, 32)]:
+        for lets_in, fetched in (
+            ((1, 0), (level, 0)) if few else [(level, n << 20) for n in (0, 8, 16, 24, 32)]
+        ):
             launch.EARLY["AHEAD"], moe.FETCHED = lets_in, fetched
             out = calls[0]()
             expected = out if expected is None else expected
             note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
             what = f"let in {lets_in == 2}" if few else f"fetched {fetched >> 20} MiB"
-            print(f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}", flush=True)
+            print(
+                f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}",
+                flush=True,
+            )
     launch.EARLY["AHEAD"], moe.FETCHED = level, usual
 
 
 def time_router() -> None:
     """The router's matmul of one token: tiles whose programs are few or many."""
-    routers = [torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(200)]
+    routers = [
+        torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(200)
+    ]
     for num in (1, 256):
-        x, out = torch.randn(num, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.empty(num, EXPERTS, device="cuda")
-        for tile in ((16, 16, 512, 4, 2), (16, 16, 512, 5, 4), (16, 16, 1024, 3, 4), (16, 16, 256, 8, 4), (16, 32, 256, 5, 4)):
-            took = time_us([partial(gemm, x, router, Tile(*tile), out=out) for router in routers], 3)
+        x, out = (
+            torch.randn(num, HIDDEN, device="cuda", dtype=torch.bfloat16),
+            torch.empty(num, EXPERTS, device="cuda"),
+        )
+        for tile in (
+            (16, 16, 512, 4, 2),
+            (16, 16, 512, 5, 4),
+            (16, 16, 1024, 3, 4),
+            (16, 16, 256, 8, 4),
+            (16, 32, 256, 5, 4),
+        ):
+            took = time_us(
+                [partial(gemm, x, router, Tile(*tile), out=out) for router in routers], 3
+            )
             print(f"router T={num} {tile}: {took:.2f} us", flush=True)
 
 
 @triton.jit
-def _stream(weight, out_ptr, num_steps, OUTS: tl.constexpr, INS: tl.constexpr, IN_ONE_PIECE: tl.constexpr):
+def _stream(
+    weight, out_ptr, num_steps, OUTS: tl.constexpr, INS: tl.constexpr, IN_ONE_PIECE: tl.constexpr
+):
     tile, x = tl.program_id(0), tl.full((16, INS), 1.0, tl.bfloat16)
     acc = tl.zeros((16, OUTS), tl.float32)
     for k in range(num_steps):
@@ -211,31 +260,60 @@ def _stream(weight, out_ptr, num_steps, OUTS: tl.constexpr, INS: tl.constexpr, I
         else:
             values = weight.load([tile * OUTS, k * INS])
         acc = tl.dot(x, values.T, acc)
-    tl.store(out_ptr + tile * OUTS + tl.arange(0, OUTS)[None, :] + tl.arange(0, 16)[:, None] * 0, acc)
+    tl.store(
+        out_ptr + tile * OUTS + tl.arange(0, OUTS)[None, :] + tl.arange(0, 16)[:, None] * 0, acc
+    )
 
 
 def time_stream() -> None:
-    """How fast memory gives the weights of each product, tile by tile as a matmul takes them, or as if each tile were one piece
-    of memory: nothing else is read."""
-    for weights in ([w[0].flatten(0, 1) for w in all_weights()], [w[1].flatten(0, 1) for w in all_weights()]):
+    """How fast memory gives the weights of each product, tile by tile as a matmul takes them, or as
+    if each tile were one piece of memory: nothing else is read."""
+    for weights in (
+        [w[0].flatten(0, 1) for w in all_weights()],
+        [w[1].flatten(0, 1) for w in all_weights()],
+    ):
         (num_out, num_in), out = weights[0].shape, torch.empty(len(weights[0]), device="cuda")
-        for outs, ins, stages in ((128, 128, 3), (128, 128, 4), (64, 128, 4), (64, 256, 3), (256, 64, 4)):
+        for outs, ins, stages in (
+            (128, 128, 3),
+            (128, 128, 4),
+            (64, 128, 4),
+            (64, 256, 3),
+            (256, 64, 4),
+        ):
             took = []
             for in_one in (False, True):
-                given = [TensorDescriptor.from_tensor(w.view(-1, ins) if in_one else w, [outs, ins]) for w in weights]
+                given = [
+                    TensorDescriptor.from_tensor(w.view(-1, ins) if in_one else w, [outs, ins])
+                    for w in weights
+                ]
                 run_one = _stream[(num_out // outs,)]
-                options = {"OUTS": outs, "INS": ins, "IN_ONE_PIECE": in_one, "num_stages": stages, "num_warps": 4}
-                took.append(time_us([partial(run_one, w, out, num_in // ins, **options) for w in given], 4))
+                options = {
+                    "OUTS": outs,
+                    "INS": ins,
+                    "IN_ONE_PIECE": in_one,
+                    "num_stages": stages,
+                    "num_warps": 4,
+                }
+                took.append(
+                    time_us([partial(run_one, w, out, num_in // ins, **options) for w in given], 4)
+                )
             rates = [f"{num_out * num_in * 2 / us / 1e6:.2f} TB/s" for us in took]
-            print(f"stream {num_out}x{num_in}, {outs} x {ins}, {stages} stages: {rates[0]}; in one piece {rates[1]}", flush=True)
+            print(
+                f"stream {num_out}x{num_in}, {outs} x {ins}, {stages} stages: {rates[0]}; in one piece {rates[1]}",
+                flush=True,
+            )
 
 
 # ---- searched
 
 
 def search(until: float, tokens: list[int]) -> None:
-    """The fastest tile of each product by tokens. Any must give the same bits: one that does not is named and left out."""
-    found: dict[str, dict[str, list[int]]] = {f"{EXPERTS}x{2 * INNER}x{HIDDEN}": {}, f"{EXPERTS}x{HIDDEN}x{INNER}": {}}
+    """The fastest tile of each product by tokens. Any must give the same bits: one that does not is
+    named and left out."""
+    found: dict[str, dict[str, list[int]]] = {
+        f"{EXPERTS}x{2 * INNER}x{HIDDEN}": {},
+        f"{EXPERTS}x{HIDDEN}x{INNER}": {},
+    }
     for num in tokens:
         candidates, direct = CANDIDATES[num], moe_direct.is_direct(num, TOP_K, EXPERTS)
         for place, stage in enumerate(("up", "down")):
@@ -254,15 +332,23 @@ def search(until: float, tokens: list[int]) -> None:
                     same = torch.equal(out, expected)
                     took = time_us(calls, 3)
                     note = "" if same else "   <<< OTHER BITS"
-                    print(f"search T={num} {stage} {numbers}: {took:.1f} us ({least:.1f}){note}", flush=True)
+                    print(
+                        f"search T={num} {stage} {numbers}: {took:.1f} us ({least:.1f}){note}",
+                        flush=True,
+                    )
                     if same:
                         seen[tile] = took
                 except Exception as error:
-                    print(f"search T={num} {stage} {numbers}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    print(
+                        f"search T={num} {stage} {numbers}: {type(error).__name__}: {str(error)[:200]}",
+                        flush=True,
+                    )
             if seen:
                 best = min(seen, key=lambda tile: seen[tile])
                 list(found.values())[place][str(num)] = list(astuple(best))
-                print(f"best T={num} {stage}: {list(astuple(best))} {seen[best]:.1f} us", flush=True)
+                print(
+                    f"best T={num} {stage}: {list(astuple(best))} {seen[best]:.1f} us", flush=True
+                )
         torch.cuda.empty_cache()
     for shape, by_rows in found.items():
         ordered = {rows: by_rows[rows] for rows in sorted(by_rows, key=int)}
@@ -283,15 +369,26 @@ def _jobs(tokens: list[int]) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 def compile_share(number: int, of: int, tokens: list[int]) -> None:
-    """Every `of`-th kernel of the search, run once on a few tokens, as launches differ by their number (`launch.how`): it is in
-    Triton's cache then."""
+    """Every `of`-th kernel of the search, run once on a few tokens, as launches differ by their
+    number (`launch.how`): it is in Triton's cache then."""
     fix_keys()
     weights = torch.zeros(EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    pair: Weights = weights, torch.zeros(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
+    pair: Weights = (
+        weights,
+        torch.zeros(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16),
+    )
     every_x, every_logits = new_tokens(32, 0)
-    every_row, shares = torch.zeros(32 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16), torch.zeros(TOP_K, device="cuda")
+    every_row, shares = (
+        torch.zeros(32 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(TOP_K, device="cuda"),
+    )
     for stage, numbers, num in _jobs(tokens)[number::of]:
-        tile, x, logits, rows = Tile(*numbers), every_x[:num], every_logits[:num], every_row[: num * TOP_K]
+        tile, x, logits, rows = (
+            Tile(*numbers),
+            every_x[:num],
+            every_logits[:num],
+            every_row[: num * TOP_K],
+        )
         try:
             if num == 1 and stage == "up":
                 moe_direct.multiply_gated_directly(x, logits, pair[0], tile, TOP_K, False, "silu")
@@ -305,7 +402,9 @@ def compile_share(number: int, of: int, tokens: list[int]) -> None:
                     moe.multiply(rows, pair[1], routing, tile, TOP_K)
             torch.cuda.synchronize()
         except Exception as error:
-            print(f"compile {stage} {numbers}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(
+                f"compile {stage} {numbers}: {type(error).__name__}: {str(error)[:300]}", flush=True
+            )
 
 
 def fix_keys() -> None:
@@ -316,21 +415,37 @@ def fix_keys() -> None:
 def compile_all(seconds: float, tokens: list[int]) -> None:
     num = max(1, min(14, (os.cpu_count() or 2) - 1))
     begin = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu_moe", "--tokens", ",".join(map(str, tokens)), "--compile"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu_moe",
+        "--tokens",
+        ",".join(map(str, tokens)),
+        "--compile",
+    ]
     workers = [subprocess.Popen([*command, f"{i},{num}"]) for i in range(num)]
     for worker in workers:
         try:
             worker.wait(max(1.0, begin + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.kill()
-    print(f"compiled {len(_jobs(tokens))} kernels with {num} processes in {time.monotonic() - begin:.1f} s", flush=True)
+    print(
+        f"compiled {len(_jobs(tokens))} kernels with {num} processes in {time.monotonic() - begin:.1f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="overlap,time,router,stream,search", help="parts, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="overlap,time,router,stream,search", help="parts, separated by commas"
+    )
     parser.add_argument("--seconds", type=float, default=70, help="how long the search may take")
-    parser.add_argument("--tokens", default=",".join(map(str, CANDIDATES)), help="for how many tokens it searches")
+    parser.add_argument(
+        "--tokens", default=",".join(map(str, CANDIDATES)), help="for how many tokens it searches"
+    )
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     tokens = [int(num) for num in options.tokens.split(",")]
@@ -338,7 +453,10 @@ def main() -> None:
         number, of = map(int, options.compile.split(","))
         compile_share(number, of, tokens)
         return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}",
+        flush=True,
+    )
     parts: dict[str, Callable[[], None]] = {
         "overlap": time_overlap, "time": time_all, "router": time_router,
         "search": lambda: search(time.monotonic() + options.seconds, tokens),

@@ -2,8 +2,8 @@
 
     python -m bench.gpu_nano [--only trial,engine] [--model llama8b] [--quantization auto]
 
-trial: steps of the model's shape, whole and in halves, in several contexts, and how long the trials of a start take. engine:
-whole workloads, with and without, in turns.
+trial: steps of the model's shape, whole and in halves, in several contexts, and how long the trials
+of a start take. engine: whole workloads, with and without, in turns.
 """
 
 from __future__ import annotations
@@ -77,9 +77,19 @@ def trial(model: str, quantization: str) -> None:
             print(f"  start: {one}", flush=True)
         for name, way in ways.items():
             for context in CONTEXTS:
-                with mock.patch.object(nano, "_CONTEXT", context), mock.patch.object(cuda_step, "in_order", way):
-                    for decodes, size in ((True, 64), (True, 128), (True, 256), (False, 512), (False, 2048)):
-                        if name == "free" and not decodes:  # a prompt's second half needs the first's keys
+                with (
+                    mock.patch.object(nano, "_CONTEXT", context),
+                    mock.patch.object(cuda_step, "in_order", way),
+                ):
+                    for decodes, size in (
+                        (True, 64),
+                        (True, 128),
+                        (True, 256),
+                        (False, 512),
+                        (False, 2048),
+                    ):
+                        # a prompt's second half needs the first's keys
+                        if name == "free" and not decodes:
                             continue
                         made = nano._try(candidates, decodes, size)
                         if made is not None:
@@ -90,7 +100,10 @@ def trial(model: str, quantization: str) -> None:
     with mock.patch.object(cuda_microbatches, "run_trials", run):
         begin = time.perf_counter()
         core = new_core(model, quantization, "auto")
-        print(f"{model} {quantization}: started in {time.perf_counter() - begin:.1f} s with all of it", flush=True)
+        print(
+            f"{model} {quantization}: started in {time.perf_counter() - begin:.1f} s with all of it",
+            flush=True,
+        )
         drop(core)
 
 
@@ -99,7 +112,11 @@ def engine(model: str, quantization: str) -> None:
     cores = {how: new_core(model, quantization, how) for how in ("off", "auto")}
     for one in getattr(cores["auto"].runner, "nano", ()):
         print(f"  start: {one}", flush=True)
-    wanted = {name: requests for name, requests in workloads(100_000).items() if name in ("prefill_4k", "mixed_256")}
+    wanted = {
+        name: requests
+        for name, requests in workloads(100_000).items()
+        if name in ("prefill_4k", "mixed_256")
+    }
     for core in cores.values():
         run_workload(core, [([5] * 600, 8)] * 4)
     for name, requests in wanted.items():
@@ -113,10 +130,14 @@ def engine(model: str, quantization: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="trial,engine")
     parser.add_argument("--model", default="llama8b")
-    parser.add_argument("--quantization", default="auto", help="of weights; several separated by commas")
+    parser.add_argument(
+        "--quantization", default="auto", help="of weights; several separated by commas"
+    )
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name in given.only.split(","):

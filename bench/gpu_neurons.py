@@ -1,14 +1,18 @@
-"""Neurons divided between the GPU at hand and its host's cores: how fast, against layers that are streamed.
+"""Neurons divided between the GPU at hand and its host's cores: how fast, against layers that are
+streamed.
 
-    python -m bench.gpu_neurons [--layers 8] [--width 4096] [--shares 0.5,0.25] [--active 0.1] [--requests 1,4,8,32] [--threads N]
+    python -m bench.gpu_neurons [--layers 8] [--width 4096] [--shares 0.5,0.25] [--active 0.1]
+    [--requests 1,4,8,32] [--threads N]
 
-A Llama with ReLU gates and random weights, whose neurons are above zero with frequencies that fall as a power of their rank (its
-gates' biases say how often), so that some are hot. Once with all weights on the GPU; then, for each share of the feed-forwards'
-weights that may be there, with hot neurons on the GPU and the others computed by the CPU, and with whole layers streamed in the
-same memory, or in what two layers need if that is more.
+A Llama with ReLU gates and random weights, whose neurons are above zero with frequencies that fall
+as a power of their rank (its gates' biases say how often), so that some are hot. Once with all
+weights on the GPU; then, for each share of the feed-forwards' weights that may be there, with hot
+neurons on the GPU and the others computed by the CPU, and with whole layers streamed in the same
+memory, or in what two layers need if that is more.
 
-Printed, too: the error of a feed-forward against float64, beside the GPU's own, and tokens against the model with all weights on
-the GPU, which may part where two tokens are nearly as likely. tests/gpu/test_split_neurons.py checks them.
+Printed, too: the error of a feed-forward against float64, beside the GPU's own, and tokens against
+the model with all weights on the GPU, which may part where two tokens are nearly as likely.
+tests/gpu/test_split_neurons.py checks them.
 """
 
 from __future__ import annotations
@@ -49,7 +53,11 @@ def frequencies(num: int, active: float) -> torch.Tensor:
 
 @torch.inference_mode()
 def make_model(folder: Path, layers: int, width: int, active: float) -> None:
-    shape = settings(layers, width, _VOCABULARY) | {"hidden_act": "relu", "mlp_bias": True, "dtype": "bfloat16"}
+    shape = settings(layers, width, _VOCABULARY) | {
+        "hidden_act": "relu",
+        "mlp_bias": True,
+        "dtype": "bfloat16",
+    }
     torch.manual_seed(0)
     inner, kv = shape["intermediate_size"], shape["num_key_value_heads"] * 128
     often = frequencies(inner, active)
@@ -82,7 +90,13 @@ def make_model(folder: Path, layers: int, width: int, active: float) -> None:
     (folder / "config.json").write_text(json.dumps(shape))
 
 
-def core_of(folder: Path, budget: int | None = None, hot: bool = False, threads: int | None = None, **more: Any) -> EngineCore:
+def core_of(
+    folder: Path,
+    budget: int | None = None,
+    hot: bool = False,
+    threads: int | None = None,
+    **more: Any,
+) -> EngineCore:
     began = time.perf_counter()
     core = load_core(EngineOptions(**{
         "model": str(folder / "model"), "device": "cuda", "weight_memory_bytes": budget, "max_context": 512, "max_requests": 32,
@@ -93,8 +107,11 @@ def core_of(folder: Path, budget: int | None = None, hot: bool = False, threads:
     return core
 
 
-def answers(core: EngineCore, lengths: Sequence[int], num_tokens: int = _TOKENS) -> tuple[Answers, float]:
-    """Of prompts of these lengths: greedy tokens with their log probabilities, and seconds of a decode step."""
+def answers(
+    core: EngineCore, lengths: Sequence[int], num_tokens: int = _TOKENS
+) -> tuple[Answers, float]:
+    """Of prompts of these lengths: greedy tokens with their log probabilities, and seconds of a
+    decode step."""
     found: Answers = {}
     for number, length in enumerate(lengths):
         found[str(number)] = []
@@ -106,7 +123,9 @@ def answers(core: EngineCore, lengths: Sequence[int], num_tokens: int = _TOKENS)
         output, failed = core.step()
         assert not failed, failed
         for delta in output.deltas:
-            found[delta.request_id] += zip(delta.token_ids, (one.logprob for one in delta.logprobs or ()), strict=True)
+            found[delta.request_id] += zip(
+                delta.token_ids, (one.logprob for one in delta.logprobs or ()), strict=True
+            )
         if began:
             num_steps += bool(output.deltas)
         elif all(found.values()):
@@ -140,17 +159,29 @@ def compare(found: Answers, expected: Answers) -> None:
 
 @torch.inference_mode()
 def error_of(core: EngineCore, folder: Path) -> float:
-    """Of the first feed-forward, against float64: the root of the mean square, of that of what it gives."""
+    """Of the first feed-forward, against float64: the root of the mean square, of that of what it
+    gives."""
     model: Any = core.runner.model  # type: ignore[attr-defined]
-    x = torch.randn(64, model.config.hidden_size, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+    x = torch.randn(
+        64,
+        model.config.hidden_size,
+        device="cuda",
+        generator=torch.Generator("cuda").manual_seed(1),
+    ).bfloat16()
     with safe_open(folder / "model" / "model.safetensors", "pt", device="cuda") as file:
-        gate, up, down = (file.get_tensor(f"model.layers.0.mlp.{name}_proj.weight").double() for name in ("gate", "up", "down"))
+        gate, up, down = (
+            file.get_tensor(f"model.layers.0.mlp.{name}_proj.weight").double()
+            for name in ("gate", "up", "down")
+        )
         bias = file.get_tensor("model.layers.0.mlp.gate_proj.bias").double()
     exact = ((x.double() @ gate.t() + bias).clamp(min=0) * (x.double() @ up.t())) @ down.t()
     streaming = model.streaming
     before = None
     if isinstance(streaming, NeuronSplit) and streaming.exchange is not None:
-        before, streaming.exchange.live = streaming.exchange.live, torch.full((1,), 64, device="cuda")
+        before, streaming.exchange.live = (
+            streaming.exchange.live,
+            torch.full((1,), 64, device="cuda"),
+        )
     made = model.blocks[0].mlp(x).double()
     torch.cuda.synchronize()
     if before is not None:
@@ -176,7 +207,8 @@ def show_split(core: EngineCore, requests: list[int]) -> None:
             counts.append((int(exchange.num_ns), *streaming._figures()))
         num_steps = _TOKENS - 1
         cpu_ns, num_bytes, _, neurons = (
-            (one[0] - 2 * one[1] + one[2]) / num_steps for one in list(zip(*counts, strict=True))[:4]
+            (one[0] - 2 * one[1] + one[2]) / num_steps
+            for one in list(zip(*counts, strict=True))[:4]
         )
         kept = {key: call.num_rows for key, call in exchange._calls.items()}
         for call in exchange._calls.values():
@@ -185,7 +217,9 @@ def show_split(core: EngineCore, requests: list[int]) -> None:
         for key, call in exchange._calls.items():
             call.num_rows = kept[key]
         cpu_s = cpu_ns / 1e9
-        num_bytes += sum(one.cold.gate.held.codes.nbytes for one in streaming.layers if one.cold.gate is not None)
+        num_bytes += sum(
+            one.cold.gate.held.codes.nbytes for one in streaming.layers if one.cold.gate is not None
+        )
         hidden, rate = 1 - max(0.0, step_s - gpu_s) / cpu_s, num_bytes / cpu_s / 1e9
         print(
             f"  {num:>3} requests: {step_s * 1e3:7.2f} ms a step, {gpu_s * 1e3:6.2f} ms without the CPU's work of "
@@ -196,14 +230,18 @@ def show_split(core: EngineCore, requests: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--active", type=float, default=0.1)
     parser.add_argument("--shares", default="0.5,0.25")
     parser.add_argument("--requests", default="1,4,8,32")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--no-streaming", action="store_true", help="leave out layers that are streamed")
+    parser.add_argument(
+        "--no-streaming", action="store_true", help="leave out layers that are streamed"
+    )
     given = parser.parse_args()
     requests, folder = [int(one) for one in given.requests.split(",")], Path(tempfile.mkdtemp())
     for name in ("model", "often"):
@@ -213,7 +251,9 @@ def main() -> None:
     inner = 7 * given.width // 2
     often = frequencies(inner, given.active)
     hottest = float(often[: inner // 4].sum() / often.sum())
-    print(f"a neuron is above zero for {often.mean():.1%} of tokens; the hottest quarter is {hottest:.0%} of those above zero")
+    print(
+        f"a neuron is above zero for {often.mean():.1%} of tokens; the hottest quarter is {hottest:.0%} of those above zero"
+    )
     print("all on the GPU:", flush=True)
     whole = core_of(folder)
     total, matrices = resident_bytes(whole.runner.model), 3 * 2 * given.layers * given.width * inner  # type: ignore[attr-defined]
@@ -223,19 +263,28 @@ def main() -> None:
     let_go(whole)
     for share in (float(one) for one in given.shares.split(",")):
         budget = total - int((1 - share) * matrices)
-        print(f"{share:.0%} of feed-forwards on the GPU, {budget / 1e9:.2f} of {total / 1e9:.2f} GB of weights:", flush=True)
+        print(
+            f"{share:.0%} of feed-forwards on the GPU, {budget / 1e9:.2f} of {total / 1e9:.2f} GB of weights:",
+            flush=True,
+        )
         core = core_of(folder, budget, True, given.threads)
         streaming: Any = core.runner.model.streaming  # type: ignore[attr-defined]
         print(f"  {core.config.reasons['hot_neurons']}; {core.config.threads} threads")
-        print(f"  held {streaming.held_bytes / 1e9:.2f} GB; in host memory {streaming.streamed_bytes / 1e9:.2f} GB")
-        print(f"  error of a feed-forward: {error_of(core, folder):.2e}; all on the GPU: {error:.2e}")
+        print(
+            f"  held {streaming.held_bytes / 1e9:.2f} GB; in host memory {streaming.streamed_bytes / 1e9:.2f} GB"
+        )
+        print(
+            f"  error of a feed-forward: {error_of(core, folder):.2e}; all on the GPU: {error:.2e}"
+        )
         compare(answers(core, LENGTHS)[0], expected)
         show_split(core, requests)
         table[f"{share:.0%}, neurons divided"] = speeds(core, requests)
         let_go(core)
         if not given.no_streaming:
             core = core_of(folder, max(budget, least))
-            table[f"{share:.0%}, layers streamed" + (" (more memory)" if least > budget else "")] = speeds(core, requests)
+            table[
+                f"{share:.0%}, layers streamed" + (" (more memory)" if least > budget else "")
+            ] = speeds(core, requests)
             let_go(core)
     print("tokens a second, by requests:      " + "".join(f"{num:>10}" for num in requests))
     for name, by_requests in table.items():

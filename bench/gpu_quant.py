@@ -1,5 +1,5 @@
-"""Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama, timed beside bfloat16 and what memory and tensor
-cores allow.
+"""Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama, timed beside
+bfloat16 and what memory and tensor cores allow.
 
     python -m bench.gpu_quant [--only bf16,fp8,single,packed,many,roles] [--seconds 200]
 
@@ -25,9 +25,21 @@ import triton
 from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack
+from tidemill.kernels.cuda.packed_gemm import (
+    Packed,
+    PackedTile,
+    dequantize,
+    gemm_chunked,
+    gemm_packed,
+    pack,
+)
 from tidemill.kernels.cuda.rounding import LARGEST, Scaled
-from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
+from tidemill.kernels.cuda.scaled_gemm import (
+    ScaledTile,
+    gemm_scaled,
+    quantize_blocks,
+    quantize_rows,
+)
 from tidemill.kernels.cuda.tuning import time_us
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -68,18 +80,28 @@ FORMATS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 0, chunk: int = 0) -> Packed:
+def new_packed(
+    num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 0, chunk: int = 0
+) -> Packed:
     low, high = (-127, 128) if bits == 8 else (0, 3) if bits == 2 else (0, 16)
     codes = torch.randint(low, high, (num_out, num_in), device="cuda", dtype=torch.int8)
     groups = num_in // (group or num_in)
-    scales = (torch.rand(num_out, groups, device="cuda") + 0.5) / num_in**0.5 / (64 if bits == 8 else 4)
+    scales = (
+        (torch.rand(num_out, groups, device="cuda") + 0.5) / num_in**0.5 / (64 if bits == 8 else 4)
+    )
     if kind == "offsets":
         others = -7.5 * scales
     elif kind == "middle":
         kind, others = "zeros", torch.full_like(scales, 8.0)
     else:
-        others = torch.full_like(scales, 1.0) if bits == 2 else torch.randint(6, 10, scales.shape, device="cuda").float()
-    return pack(codes, bits, kind, scales, None if bits == 8 and kind == "zeros" else others, plane, chunk)
+        others = (
+            torch.full_like(scales, 1.0)
+            if bits == 2
+            else torch.randint(6, 10, scales.shape, device="cuda").float()
+        )
+    return pack(
+        codes, bits, kind, scales, None if bits == 8 and kind == "zeros" else others, plane, chunk
+    )
 
 
 def copies(make: Callable[[], Any], num_bytes: float) -> list[Any]:
@@ -149,7 +171,13 @@ FEW: dict[int, list[tuple[int, ...]]] = {
     1: [(8, 32, 4, 2, 0, 1), (8, 64, 3, 4, 0, 1)],
     256: [(128, 128, 2, 8, 1), (128, 128, 2, 8, 1, 0, 1)],
 }
-CHUNKED = [(128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 2, 8), (256, 128, 64, 3, 16), (128, 256, 64, 3, 16)]
+CHUNKED = [
+    (128, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 2, 8),
+    (256, 128, 64, 3, 16),
+    (128, 256, 64, 3, 16),
+]
 
 
 def nearest(table: dict[int, list[tuple[int, ...]]], rows: int) -> list[tuple[int, ...]]:
@@ -186,11 +214,15 @@ def time_cases(cases: list[Case], until: float) -> None:
             expected = out if expected is None else expected
             note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
             took = time_us([partial(case.call, weight) for weight in case.weights], 3)
-            print(f"  {case.kind} {case.name} M={case.rows} {case.tile}: {took:.1f} us ({case.floor:.1f}){note}", flush=True)
+            print(
+                f"  {case.kind} {case.name} M={case.rows} {case.tile}: {took:.1f} us ({case.floor:.1f}){note}",
+                flush=True,
+            )
             seen[case.tile] = took
         except Exception as failure:
             print(
-                f"  {case.kind} {case.name} M={case.rows} {case.tile}: {type(failure).__name__}: {str(failure)[:120]}", flush=True
+                f"  {case.kind} {case.name} M={case.rows} {case.tile}: {type(failure).__name__}: {str(failure)[:120]}",
+                flush=True,
             )
     if seen:
         best = min(seen, key=lambda tile: seen[tile])
@@ -199,13 +231,26 @@ def time_cases(cases: list[Case], until: float) -> None:
 
 def note_best(case: Case, tile: tuple[int, ...], took: float) -> None:
     RESULT["times"].append(
-        {"kind": case.kind, "name": case.name, "rows": case.rows, "tile": tile, "us": took, "floor": case.floor}
+        {
+            "kind": case.kind,
+            "name": case.name,
+            "rows": case.rows,
+            "tile": tile,
+            "us": took,
+            "floor": case.floor,
+        }
     )
     RESULT["best"].setdefault(case.kind, {}).setdefault(case.name, {})[case.rows] = tile
 
 
 def floor_us(num_bytes: float, rows: int, num_out: int, num_in: int, unit: str) -> float:
-    return max((num_bytes + rows * (num_in + num_out) * 2) / BANDWIDTH, 2 * rows * num_out * num_in / FLOPS[unit]) * 1e6
+    return (
+        max(
+            (num_bytes + rows * (num_in + num_out) * 2) / BANDWIDTH,
+            2 * rows * num_out * num_in / FLOPS[unit],
+        )
+        * 1e6
+    )
 
 
 def scaled_cases(kind: str, rows_to_try: Iterable[int], names: Iterable[str]) -> list[list[Case]]:
@@ -235,16 +280,27 @@ def weights_of(kind: str, name: str) -> list[Any]:
     num_out, num_in = SHAPES[name]
     if kind in FORMATS:
         bits = FORMATS[kind][0]
-        return copies(lambda: new_packed(num_out, num_in, *FORMATS[kind]), num_out * num_in * bits / 8)
+        return copies(
+            lambda: new_packed(num_out, num_in, *FORMATS[kind]), num_out * num_in * bits / 8
+        )
     if kind == "bf16":
-        return copies(lambda: torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16), num_out * num_in * 2)
+        return copies(
+            lambda: torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16),
+            num_out * num_in * 2,
+        )
     return copies(
-        lambda: new_scaled(num_out, num_in, torch.int8 if kind == "int8" else FP8, kind == "fp8 blocks"), num_out * num_in
+        lambda: new_scaled(
+            num_out, num_in, torch.int8 if kind == "int8" else FP8, kind == "fp8 blocks"
+        ),
+        num_out * num_in,
     )
 
 
 def packed_cases(
-    kind: str, rows_to_try: Iterable[int], names: Iterable[str], tiles: dict[int, list[tuple[int, ...]]] = PACKED
+    kind: str,
+    rows_to_try: Iterable[int],
+    names: Iterable[str],
+    tiles: dict[int, list[tuple[int, ...]]] = PACKED,
 ) -> list[list[Case]]:
     made = []
     for name in names:
@@ -267,13 +323,20 @@ def compile_cases(cases: list[list[Case]]) -> None:
     with compile_elsewhere(), compile_only():
         for group in cases:
             for case in group:
-                key = case.kind, case.name if case.kind.endswith("roles") else act_of(case.name), case.tile
+                key = (
+                    case.kind,
+                    case.name if case.kind.endswith("roles") else act_of(case.name),
+                    case.tile,
+                )
                 if key not in done:
                     done.add(key)
                     try:
                         case.call(case.weights[0])
                     except Exception as failure:
-                        print(f"compile {key}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+                        print(
+                            f"compile {key}: {type(failure).__name__}: {str(failure)[:200]}",
+                            flush=True,
+                        )
     print(f"compiled {len(done)} kernels in {time.monotonic() - begin:.1f} s", flush=True)
 
 
@@ -282,10 +345,15 @@ def time_bf16(rows_to_try: Iterable[int]) -> None:
     for name in SHAPES:
         for rows in rows_to_try:
             x = torch.randn(rows, SHAPES[name][1], device="cuda", dtype=torch.bfloat16)
-            took = time_us([partial(gemm.matmul, x, w, None, act_of(name)) for w in weights_of("bf16", name)], 3)
+            took = time_us(
+                [partial(gemm.matmul, x, w, None, act_of(name)) for w in weights_of("bf16", name)],
+                3,
+            )
             floor = floor_us(math.prod(SHAPES[name]) * 2, rows, *SHAPES[name], "bf16")
             print(f"  bf16 {name} M={rows}: {took:.1f} us ({floor:.1f})", flush=True)
-            RESULT["times"].append({"kind": "bf16", "name": name, "rows": rows, "tile": (), "us": took, "floor": floor})
+            RESULT["times"].append(
+                {"kind": "bf16", "name": name, "rows": rows, "tile": (), "us": took, "floor": floor}
+            )
     weights_of.cache_clear()
 
 
@@ -295,15 +363,21 @@ def time_quantizers() -> None:
             x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
             by_row = time_us([partial(quantize_rows, x, FP8, width)] * 20, 5)
             by_block = time_us([partial(quantize_blocks, x, FP8, width)] * 20, 5)
-            print(f"  quantize {rows} x {width}: {by_row:.2f} us a row's scale, {by_block:.2f} us blocks", flush=True)
+            print(
+                f"  quantize {rows} x {width}: {by_row:.2f} us a row's scale, {by_block:.2f} us blocks",
+                flush=True,
+            )
 
 
 def time_library() -> None:
-    """torch's fp8 matmul with a scale for each row and column: its time, and whether it has our bits."""
+    """torch's fp8 matmul with a scale for each row and column: its time, and whether it has our
+    bits."""
     for name, (_, num_in) in SHAPES.items():
         weights = weights_of("fp8", name)
         for rows in (16, 256, 2048):
-            given = quantize_rows(torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16), FP8, num_in)
+            given = quantize_rows(
+                torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16), FP8, num_in
+            )
             for fast in (True, False):
 
                 def call(w: Scaled, fast: bool = fast, given: Scaled = given) -> torch.Tensor:
@@ -312,7 +386,10 @@ def time_library() -> None:
 
                 same = torch.equal(call(weights[0]), gemm_scaled(given, weights[0], torch.bfloat16))
                 took = time_us([partial(call, w) for w in weights], 3)
-                print(f"  torch._scaled_mm {name} M={rows} fast {fast}: {took:.1f} us; our bits: {same}", flush=True)
+                print(
+                    f"  torch._scaled_mm {name} M={rows} fast {fast}: {took:.1f} us; our bits: {same}",
+                    flush=True,
+                )
 
 
 def run_cases(cases: list[list[Case]], until: float) -> None:
@@ -333,12 +410,21 @@ CHUNKS = {4096: (4096, 2048, 1024, 512), 14336: (7168, 3584, 2048, 1024)}
 def time_packed(until: float) -> None:
     """Chunks first: which are best decides what sums are."""
     cases = []
-    for kind, how in {"w4 g128": (4, "zeros", 128), "w4 g32 offsets (Q4_K)": (4, "offsets", 32)}.items():
+    for kind, how in {
+        "w4 g128": (4, "zeros", 128),
+        "w4 g32 offsets (Q4_K)": (4, "offsets", 32),
+    }.items():
         for name, (_, num_in) in SHAPES.items():
             for place, chunk in enumerate(CHUNKS[num_in][: 4 if kind == "w4 g128" else 3]):
                 label = f"{kind} chunks of {chunk}"
                 FORMATS[label] = (*how, 64, chunk)
-                rows = (1,) if kind != "w4 g128" or place == 3 else (1, 16, 64, 256) if place % 2 == 0 else (1, 16)
+                rows = (
+                    (1,)
+                    if kind != "w4 g128" or place == 3
+                    else (1, 16, 64, 256)
+                    if place % 2 == 0
+                    else (1, 16)
+                )
                 cases += packed_cases(label, rows, (name,))
     run_cases(cases, until)
     for name, (num_out, num_in) in SHAPES.items():
@@ -347,10 +433,19 @@ def time_packed(until: float) -> None:
         for chunk in CHUNKS[num_in]:
             for tile in CHUNKED:
                 try:
-                    took = time_us([partial(gemm_chunked, x, weight, chunk, tile=tile, act=act_of(name))] * 3, 3)
-                    print(f"  chunked bf16 {name} M=2048 chunks of {chunk} {tile}: {took:.1f} us", flush=True)
+                    took = time_us(
+                        [partial(gemm_chunked, x, weight, chunk, tile=tile, act=act_of(name))] * 3,
+                        3,
+                    )
+                    print(
+                        f"  chunked bf16 {name} M=2048 chunks of {chunk} {tile}: {took:.1f} us",
+                        flush=True,
+                    )
                 except Exception as failure:
-                    print(f"  chunked bf16 {name} {chunk} {tile}: {type(failure).__name__} {str(failure)[:80]}", flush=True)
+                    print(
+                        f"  chunked bf16 {name} {chunk} {tile}: {type(failure).__name__} {str(failure)[:80]}",
+                        flush=True,
+                    )
 
 
 SINGLE: dict[str, list[tuple[int, ...]]] = {
@@ -378,25 +473,53 @@ def time_single(until: float) -> None:
 
 def time_many(until: float) -> None:
     """Dequantized into a buffer first; and formats that only one shape is tried with."""
-    cases = [one for kind in FORMATS for one in packed_cases(kind, (1, 256), ("gate_up",), FEW) if "w4" not in kind]
-    cases += [one for kind in ("fp8 blocks", "int8") for one in scaled_cases(kind, (1, 256, 2048), ("gate_up",))]
+    cases = [
+        one
+        for kind in FORMATS
+        for one in packed_cases(kind, (1, 256), ("gate_up",), FEW)
+        if "w4" not in kind
+    ]
+    cases += [
+        one
+        for kind in ("fp8 blocks", "int8")
+        for one in scaled_cases(kind, (1, 256, 2048), ("gate_up",))
+    ]
     run_cases(cases, until)
     for name, shape in SHAPES.items():
-        weights, buffer = weights_of("w4 g128", name), torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        weights, buffer = (
+            weights_of("w4 g128", name),
+            torch.empty(shape, device="cuda", dtype=torch.bfloat16),
+        )
         took = time_us([partial(dequantize, w, out=buffer) for w in weights], 3)
-        print(f"  dequantize w4 g128 {name}: {took:.1f} us ({math.prod(shape) * 2.5 / BANDWIDTH * 1e6:.1f})", flush=True)
+        print(
+            f"  dequantize w4 g128 {name}: {took:.1f} us ({math.prod(shape) * 2.5 / BANDWIDTH * 1e6:.1f})",
+            flush=True,
+        )
 
 
 ROLES: dict[int, list[tuple[int, ...]]] = {
     64: [(64, 64, 8, 4), (64, 128, 8, 4), (64, 128, 8, 4, 1)],
     128: [(128, 64, 6, 4), (128, 128, 6, 4, 1), (128, 128, 3, 2, 1), (128, 64, 6, 4, 1)],
-    256: [(128, 64, 6, 4), (128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2, 1), (256, 128, 4, 4, 1), (128, 128, 6, 4, 1)],
+    256: [
+        (128, 64, 6, 4),
+        (128, 128, 6, 3),
+        (256, 64, 3, 4),
+        (256, 128, 3, 2, 1),
+        (256, 128, 4, 4, 1),
+        (128, 128, 6, 4, 1),
+    ],
     2048: [(128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2)],
 }
 ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half as large
     64: [(64, 128, 8, 4), (64, 128, 12, 6), (64, 64, 12, 6)],
     128: [(128, 128, 8, 4), (128, 128, 8, 6), (128, 128, 8, 4, 1)],
-    256: [(128, 128, 8, 4), (256, 128, 6, 4), (256, 128, 8, 3), (256, 128, 6, 4, 1), (256, 128, 8, 6, 1)],
+    256: [
+        (128, 128, 8, 4),
+        (256, 128, 6, 4),
+        (256, 128, 8, 3),
+        (256, 128, 6, 4, 1),
+        (256, 128, 8, 6, 1),
+    ],
     2048: [(128, 128, 8, 4), (256, 128, 6, 4)],
 }
 
@@ -422,7 +545,11 @@ def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
         for tile in nearest(ROLES_32 if weights[0].plane == 32 else ROLES, rows)
     ]  # fmt: skip
     if rows <= 512:
-        made.append(Case(kind, name, rows, (), weights, lambda w: gemm_packed(x, w, act=act_of(name)), floor))
+        made.append(
+            Case(
+                kind, name, rows, (), weights, lambda w: gemm_packed(x, w, act=act_of(name)), floor
+            )
+        )
     return made
 
 
@@ -432,18 +559,32 @@ def summary() -> None:
     for kind in dict.fromkeys(one["kind"] for one in RESULT["times"]):
         for rows in sorted({one["rows"] for one in RESULT["times"] if one["kind"] == kind}):
             line = [times.get((kind, name, rows)) for name in SHAPES]
-            cells = ["-" if one is None else f"{one['us']:.1f} ({one['floor']:.1f}) {list(one['tile'])}" for one in line]
-            whole = f"{sum(one['us'] for one in line if one is not None) * LAYERS / 1000:.2f}" if None not in line else "-"
+            cells = [
+                "-" if one is None else f"{one['us']:.1f} ({one['floor']:.1f}) {list(one['tile'])}"
+                for one in line
+            ]
+            whole = (
+                f"{sum(one['us'] for one in line if one is not None) * LAYERS / 1000:.2f}"
+                if None not in line
+                else "-"
+            )
             print(f"{kind:24} M={rows:5} | {' | '.join(cells)} | {whole}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="bf16,fp8,single,packed,roles,many")
     parser.add_argument("--json")
-    parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="after which nothing new is timed"
+    )
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}",
+        flush=True,
+    )
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),

@@ -1,7 +1,8 @@
-"""Models with states of constant size on the GPU at hand, timed: the kernels of one layer, and engines of realistic sizes with
-random weights.
+"""Models with states of constant size on the GPU at hand, timed: the kernels of one layer, and
+engines of realistic sizes with random weights.
 
-    python -m bench.gpu_states [--json out.json] [--models mamba2,mamba,next] [--only kernels,times] [--token-budget n]
+    python -m bench.gpu_states [--json out.json] [--models mamba2,mamba,next] [--only kernels,times]
+    [--token-budget n]
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tidemill.weights.checkpoint import open_checkpoint
 SPECS = {
     "mamba": StateSpec(kind="mamba", num_heads=80, head_dim=64, state_size=16, rank=160),
     "mamba2": StateSpec(kind="mamba2", num_heads=80, head_dim=64, state_size=128, norm_size=5120),
-    "delta": StateSpec(kind="delta", num_heads=32, head_dim=128, state_size=128, num_groups=16, norm_size=128),
+    "delta": StateSpec(
+        kind="delta", num_heads=32, head_dim=128, state_size=128, num_groups=16, norm_size=128
+    ),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {  # Mamba-2 2.7B
@@ -68,13 +71,16 @@ Items = list[tuple[int, int, int]]  # row, start, count
 class Layer:
     """One layer's kernels over pages in no order, and random inputs of a sequence for each row."""
 
-    def __init__(self, spec: StateSpec, num_rows: int, num_tokens: int, device: str = "cuda") -> None:
+    def __init__(
+        self, spec: StateSpec, num_rows: int, num_tokens: int, device: str = "cuda"
+    ) -> None:
         torch.manual_seed(1)
         self.spec, self.device = spec, device
         size = -(-max(spec.piece_bytes) // 64) * 64
         layout, blocks = StateLayout.pack([spec.piece_bytes], 4 * size), -(-num_tokens // INTERVAL)
         num = num_rows * blocks * layout.block_pages
-        pool = torch.full((1 + num, layout.page_bytes), 255, dtype=torch.uint8, device=device)  # NaN: what others left there
+        # NaN: what others left there
+        pool = torch.full((1 + num, layout.page_bytes), 255, dtype=torch.uint8, device=device)
         table = 1 + torch.randperm(num, dtype=torch.int32).view(num_rows, -1).to(device)
         self.paged = PagedStates(pool, list(table.split(blocks, dim=1)), layout, (spec,), INTERVAL)
         is_mamba, heads = spec.kind == "mamba", spec.num_heads
@@ -89,10 +95,15 @@ class Layer:
             eps=1e-5,
         )
         widths = [spec.num_projected, *((spec.num_inner, 2 * spec.state_size) if is_mamba else ())]
-        self.inputs = [torch.randn(num_rows, num_tokens, width).bfloat16().to(device) for width in widths]
+        self.inputs = [
+            torch.randn(num_rows, num_tokens, width).bfloat16().to(device) for width in widths
+        ]
 
     def take(self, items: Items) -> list[torch.Tensor]:
-        return [torch.cat([values[row, start : start + num] for row, start, num in items]) for values in self.inputs]
+        return [
+            torch.cat([values[row, start : start + num] for row, start, num in items])
+            for values in self.inputs
+        ]
 
     def prepare(self, items: Items, num_programs: int = 64) -> Callable[[], torch.Tensor]:
         """The step's work on the device; what is returned launches it."""
@@ -120,7 +131,10 @@ class Layer:
         here = Layer(self.spec, 1, num, "cpu")
         here.inputs = [values[:1, :num].cpu().float() for values in self.inputs]
         learned = {f.name: getattr(self.learned, f.name) for f in dataclasses.fields(StateWeights)}
-        here_too: dict[str, Any] = {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in learned.items()}
+        here_too: dict[str, Any] = {
+            name: one.cpu() if isinstance(one, torch.Tensor) else one
+            for name, one in learned.items()
+        }
         moved = StateWeights(**here_too)
         step = TorchStates(here.paged).plan(np.array([0]), np.array([0]), np.array([num]))
         projected, *more = here.take([(0, 0, num)])
@@ -137,12 +151,17 @@ def time_kernels() -> list[dict[str, Any]]:
             us = time_us([run], 5)
             rate = 2 * num_rows * sum(spec.piece_bytes) / us / 1e6
             lines.append({"kind": kind, "sequences": num_rows, "tokens": num, "us": us})
-            print(f"{kind} {num_rows}x{num}: {us:.1f} us, {us / num:.3f} a token; states {rate:.2f} TB/s", flush=True)
+            print(
+                f"{kind} {num_rows}x{num}: {us:.1f} us, {us / num:.3f} a token; states {rate:.2f} TB/s",
+                flush=True,
+            )
             del layer, run
     return lines
 
 
-def profile_steps(core: Any, label: str, num: int, length: int, skip: int, num_steps: int) -> dict[str, Any]:
+def profile_steps(
+    core: Any, label: str, num: int, length: int, skip: int, num_steps: int
+) -> dict[str, Any]:
     """Microseconds a step by kernel, after `skip` steps of so many requests."""
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -183,9 +202,19 @@ def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
     begin = time.perf_counter()
     core = load_core(options)
     per_s = 4.25e12  # what an H200's memory gives
-    floor_ms = 2e3 * (shape.num_active_parameters - (0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size)) / per_s
+    floor_ms = (
+        2e3
+        * (
+            shape.num_active_parameters
+            - (0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size)
+        )
+        / per_s
+    )
     state_ms = 2e3 * shape.state_bytes / per_s
-    print(f"{name}: ready in {time.perf_counter() - begin:.1f} s; {core.config.token_budget} tokens a step", flush=True)
+    print(
+        f"{name}: ready in {time.perf_counter() - begin:.1f} s; {core.config.token_budget} tokens a step",
+        flush=True,
+    )
 
     def run(num: int, length: int, new: int) -> float:
         """Seconds of so many requests."""
@@ -206,19 +235,40 @@ def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
         ms = 1e3 * (run(num, 128, 289) - run(num, 128, 33)) / 256
         least = floor_ms + num * state_ms
         lines.append({"model": name, "what": f"decode b{num}", "ms": ms, "least_ms": least})
-        print(f"{name} decode b{num}: {ms:.3f} ms a step; weights and states once: {least:.3f}", flush=True)
+        print(
+            f"{name} decode b{num}: {ms:.3f} ms a step; weights and states once: {least:.3f}",
+            flush=True,
+        )
     for num in (1, 16):
         run(num, 4096, 1)
         seconds = min(partial(run, num, 4096, 1)() for _ in range(3))
-        lines.append({"model": name, "what": f"prefill {num} x 4096", "ms": 1e3 * seconds, "tok/s": num * 4096 / seconds})
-        print(f"{name} prefill {num} x 4096: {1e3 * seconds:.1f} ms, {num * 4096 / seconds:.0f} tok/s", flush=True)
-    for label, num, length, skip in (("decode b1", 1, 64, 3), ("decode b64", 64, 64, 20), ("a prompt", 1, 12000, 1)):
-        lines.append(profile_steps(core, f"{name} {label}", num, length, skip, 4 if length > 1000 else 8))
+        lines.append(
+            {
+                "model": name,
+                "what": f"prefill {num} x 4096",
+                "ms": 1e3 * seconds,
+                "tok/s": num * 4096 / seconds,
+            }
+        )
+        print(
+            f"{name} prefill {num} x 4096: {1e3 * seconds:.1f} ms, {num * 4096 / seconds:.0f} tok/s",
+            flush=True,
+        )
+    for label, num, length, skip in (
+        ("decode b1", 1, 64, 3),
+        ("decode b64", 64, 64, 20),
+        ("a prompt", 1, 12000, 1),
+    ):
+        lines.append(
+            profile_steps(core, f"{name} {label}", num, length, skip, 4 if length > 1000 else 8)
+        )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json")
     parser.add_argument("--models", default="mamba2", help=f"to be timed, of {', '.join(MODELS)}")
     parser.add_argument("--only", default="kernels,times")

@@ -1,13 +1,15 @@
-"""Weights that stream from pinned host memory to the GPU at hand: the same tokens, and the share of the link's rate.
+"""Weights that stream from pinned host memory to the GPU at hand: the same tokens, and the share of
+the link's rate.
 
     python -m bench.gpu_streaming [--only layers,experts] [--layers 8] [--width 4096] [--share 0.5]
         [--quantization auto|fp8|int8|int4] [--rounds 3]
 
-Models with random weights, once with all of them in GPU memory and once with a part: the tokens of both are compared.
-layers: a Llama of gigabytes. Its rates are measured in turns: copies of a layer's size
-from pinned host memory, then decode steps of one request and of 32; every step copies all streamed layers once. experts: a
-mixture of experts with routers at random, and with some experts that are chosen often; how many experts were there in time, with
-and without guesses. Each part is a process of its own: if one fails, the next one runs.
+Models with random weights, once with all of them in GPU memory and once with a part: the tokens of
+both are compared. layers: a Llama of gigabytes. Its rates are measured in turns: copies of a
+layer's size from pinned host memory, then decode steps of one request and of 32; every step copies
+all streamed layers once. experts: a mixture of experts with routers at random, and with some
+experts that are chosen often; how many experts were there in time, with and without guesses. Each
+part is a process of its own: if one fails, the next one runs.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def settings(layers: int, width: int, vocabulary: int = 32_000) -> dict[str, Any
     }  # fmt: skip
 
 
-def core_of(config: dict[str, Any], budget: int | None, quantization: str = "auto", **more: Any) -> EngineCore:
+def core_of(
+    config: dict[str, Any], budget: int | None, quantization: str = "auto", **more: Any
+) -> EngineCore:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
     options = EngineOptions(**{
@@ -71,7 +75,9 @@ def let_go(core: EngineCore) -> None:
     torch.cuda.empty_cache()
 
 
-def answers(core: EngineCore, num_requests: int, num_tokens: int = _TOKENS) -> tuple[list[list[Any]], float]:
+def answers(
+    core: EngineCore, num_requests: int, num_tokens: int = _TOKENS
+) -> tuple[list[list[Any]], float]:
     """Greedy tokens with their log probabilities, and seconds of a decode step."""
     found: dict[str, list[Any]] = {}
     for number in range(num_requests):
@@ -84,7 +90,10 @@ def answers(core: EngineCore, num_requests: int, num_tokens: int = _TOKENS) -> t
         output, failed = core.step()
         assert not failed, failed
         for delta in output.deltas:
-            found[delta.request_id] += [*delta.token_ids, *(one.logprob for one in delta.logprobs or ())]
+            found[delta.request_id] += [
+                *delta.token_ids,
+                *(one.logprob for one in delta.logprobs or ()),
+            ]
         if began:
             num_steps += bool(output.deltas)
         elif all(found.values()):  # all prompts are computed
@@ -122,8 +131,11 @@ def expected_of(whole: EngineCore) -> Expected:
     return found, {num: num / answers(whole, num)[1] for num in (1, 32)}
 
 
-def expected_and_bytes(config: dict[str, Any], *changes: Callable[[EngineCore], None], **more: Any) -> tuple[list[Expected], int]:
-    """Of the model with all weights in memory, then after each of the changes. And bytes of its weights."""
+def expected_and_bytes(
+    config: dict[str, Any], *changes: Callable[[EngineCore], None], **more: Any
+) -> tuple[list[Expected], int]:
+    """Of the model with all weights in memory, then after each of the changes. And bytes of its
+    weights."""
     whole = core_of(config, None, **more)
     total, found = resident_bytes(whole.runner.model), [expected_of(whole)]  # type: ignore[attr-defined]
     for change in changes:
@@ -137,7 +149,10 @@ def compare(core: EngineCore, expected: dict[int, list[list[Any]]]) -> None:
     for num, tokens in expected.items():
         for _ in range(2):
             assert answers(core, num)[0] == tokens, f"tokens of {num} requests differ"
-    print(f"  tokens and log probabilities are equal: {', '.join(map(str, expected))} requests", flush=True)
+    print(
+        f"  tokens and log probabilities are equal: {', '.join(map(str, expected))} requests",
+        flush=True,
+    )
 
 
 def show_memory(core: EngineCore, total: int, budget: int) -> None:
@@ -192,7 +207,11 @@ def make_hot(core: EngineCore) -> None:
     for module in core.runner.model.modules():  # type: ignore[attr-defined]
         if isinstance(module, MoE):
             weight = module.router.weight._weight_NK  # type: ignore[attr-defined]
-            weight.mul_(torch.logspace(0.4, -0.4, len(weight), device=weight.device, dtype=weight.dtype)[:, None])
+            weight.mul_(
+                torch.logspace(0.4, -0.4, len(weight), device=weight.device, dtype=weight.dtype)[
+                    :, None
+                ]
+            )
 
 
 def measure_experts(given: argparse.Namespace) -> None:
@@ -202,15 +221,23 @@ def measure_experts(given: argparse.Namespace) -> None:
     budget = int(given.share * total)
     core = core_of(config, budget)
     show_memory(core, total, budget)
-    for name, (expected, speed) in zip(("routers at random", "some experts hot"), found, strict=True):
+    for name, (expected, speed) in zip(
+        ("routers at random", "some experts hot"), found, strict=True
+    ):
         print(f"  {name}:", flush=True)
         if name == "some experts hot":
             make_hot(core)
         compare(core, expected)
         for guesses in (True, False):
             for num in (1, 32):
-                print(f"  {num} requests, {'with' if guesses else 'without'} guesses: {read_by(core, num, guesses)}", flush=True)
-        print(f"  with all in memory: {speed[1]:.0f} tok/s for 1 request, {speed[32]:.0f} for 32", flush=True)
+                print(
+                    f"  {num} requests, {'with' if guesses else 'without'} guesses: {read_by(core, num, guesses)}",
+                    flush=True,
+                )
+        print(
+            f"  with all in memory: {speed[1]:.0f} tok/s for 1 request, {speed[32]:.0f} for 32",
+            flush=True,
+        )
     let_go(core)
 
 
@@ -221,12 +248,20 @@ def read_by(core: EngineCore, num: int, guesses: bool) -> str:
     if not guesses:
         places.ahead = lambda units: []  # type: ignore[method-assign]
     answers(core, num)  # warm
-    before = places.num_asked, places.num_missed, places.num_read, places.num_foreseen, slots.num_bytes
+    before = (
+        places.num_asked,
+        places.num_missed,
+        places.num_read,
+        places.num_foreseen,
+        slots.num_bytes,
+    )
     began = time.perf_counter()
     took = answers(core, num)[1]
     seconds = time.perf_counter() - began
     now = places.num_asked, places.num_missed, places.num_read, places.num_foreseen, slots.num_bytes
-    asked, missed, read, foreseen, num_bytes = (mine - other for mine, other in zip(now, before, strict=True))
+    asked, missed, read, foreseen, num_bytes = (
+        mine - other for mine, other in zip(now, before, strict=True)
+    )
     places.ahead = ahead  # type: ignore[method-assign]
     return (
         f"{num / took:.1f} tok/s; {asked} experts used, {1 - missed / asked:.1%} there in time, {foreseen} of them foreseen by "
@@ -238,7 +273,9 @@ PARTS = {"layers": measure_layers, "experts": measure_experts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
@@ -253,9 +290,17 @@ def main() -> None:
         PARTS[names[0]](given)
         return
     # each in a process of its own: an assertion on the GPU would end all of them
-    others = [f"--{name.replace('_', '-')}={value}" for name, value in vars(given).items() if name != "only"]
+    others = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(given).items()
+        if name != "only"
+    ]
     command = [sys.executable, "-m", "bench.gpu_streaming", *others]
-    failed = [name for name in names if subprocess.run([*command, f"--only={name}"], check=False).returncode]
+    failed = [
+        name
+        for name in names
+        if subprocess.run([*command, f"--only={name}"], check=False).returncode
+    ]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -2,9 +2,10 @@
 
     python -m bench.gpu_virtual [--only driver,strides,times] [--json out.json]
 
-driver: microseconds of each call. strides: the contiguous kernel over rows of [token][layer] and of [layer][token]. times:
-tokens a second beside paging at batches of 1, 8 and 64, and physical memory beside live tokens. Each part stands for itself: if
-one fails, its traceback is printed and the next one runs.
+driver: microseconds of each call. strides: the contiguous kernel over rows of [token][layer] and of
+[layer][token]. times: tokens a second beside paging at batches of 1, 8 and 64, and physical memory
+beside live tokens. Each part stands for itself: if one fails, its traceback is printed and the next
+one runs.
 """
 
 from __future__ import annotations
@@ -89,10 +90,14 @@ def time_strides() -> list[Line]:
 
 def _time_stride(name: str, batch: int, context: int, num_new: int) -> Line:
     if name == "[row][token][layer]":
-        cache = torch.zeros(batch * context, LAYERS, 2, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        cache = torch.zeros(
+            batch * context, LAYERS, 2, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda"
+        )
         layers = [cache[:, i].unbind(1) for i in range(LAYERS)]
     else:
-        cache = torch.zeros(LAYERS, 2, batch * context, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        cache = torch.zeros(
+            LAYERS, 2, batch * context, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda"
+        )
         layers = [cache[i].unbind(0) for i in range(LAYERS)]
     cache.view(-1)[: 2**28].normal_()
     group = HEADS // KV_HEADS
@@ -100,10 +105,18 @@ def _time_stride(name: str, batch: int, context: int, num_new: int) -> Line:
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     if num_new == 1:
         q = torch.randn(batch * group, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
-        queries, most, causal = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * group, group, False
+        queries, most, causal = (
+            torch.arange(batch + 1, dtype=torch.int32, device="cuda") * group,
+            group,
+            False,
+        )
     else:
         q = torch.randn(batch * num_new, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
-        queries, most, causal = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * num_new, num_new, True
+        queries, most, causal = (
+            torch.arange(batch + 1, dtype=torch.int32, device="cuda") * num_new,
+            num_new,
+            True,
+        )
     sequences = Sequences(queries, firsts, lens, most)
 
     def run() -> None:
@@ -126,11 +139,28 @@ def _time_stride(name: str, batch: int, context: int, num_new: int) -> Line:
         keys, values = layers[0]
         out = flash(q, keys, values, sequences, context, DIM**-0.5, causal)
         few = slice(-group if num_new == 1 else -64, None)
-        end_only = Sequences(torch.tensor([0, q[few].shape[0]]), torch.tensor([0, 0]), lens, q[few].shape[0])
-        apart = (out[few].float() - flash_reference(q[few].float(), keys, values, end_only, DIM**-0.5, causal)).abs().max().item()
+        end_only = Sequences(
+            torch.tensor([0, q[few].shape[0]]), torch.tensor([0, 0]), lens, q[few].shape[0]
+        )
+        apart = (
+            (
+                out[few].float()
+                - flash_reference(q[few].float(), keys, values, end_only, DIM**-0.5, causal)
+            )
+            .abs()
+            .max()
+            .item()
+        )
         assert apart < 0.02, apart
     return show(
-        part="strides", layout=name, batch=batch, context=context, queries=num_new, us=round(us, 1), gb_s=round(gb_s), apart=apart
+        part="strides",
+        layout=name,
+        batch=batch,
+        context=context,
+        queries=num_new,
+        us=round(us, 1),
+        gb_s=round(gb_s),
+        apart=apart,
     )
 
 
@@ -151,7 +181,8 @@ def engine(shape: Line, **options: Any) -> EngineCore:
     begin = time.perf_counter()
     core = load_core(EngineOptions(model=str(folder), **given))
     print(
-        f"{core.config.kv_layout}: ready in {time.perf_counter() - begin:.1f} s; {core.config.reasons['page_size']}", flush=True
+        f"{core.config.kv_layout}: ready in {time.perf_counter() - begin:.1f} s; {core.config.reasons['page_size']}",
+        flush=True,
     )
     return core
 
@@ -172,7 +203,8 @@ def ids(num: int, seed: int) -> list[int]:
 
 
 def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]]) -> Line:
-    """By request: tokens and log probabilities; and seconds to the first token of all, and of decoding."""
+    """By request: tokens and log probabilities; and seconds to the first token of all, and of
+    decoding."""
     answers: dict[str, list[Any]] = {name: [] for name in requests}
     torch.cuda.synchronize()
     start, first, num_preempted = time.perf_counter(), 0.0, 0
@@ -184,13 +216,20 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]])
         num_preempted += sum(isinstance(event, Preempted) for event in output.events)
         for delta in output.deltas:
             logprobs = [entry.logprob for entry in delta.logprobs or []]
-            answers[delta.request_id] += list(zip(delta.token_ids, logprobs or [0.0] * len(delta.token_ids), strict=True))
+            answers[delta.request_id] += list(
+                zip(delta.token_ids, logprobs or [0.0] * len(delta.token_ids), strict=True)
+            )
         if not first and all(answers.values()):
             first, num_before = time.perf_counter(), sum(map(len, answers.values()))
     end = time.perf_counter()
     num = sum(map(len, answers.values()))
     rate = (num - num_before) / max(end - first, 1e-9)
-    return {"answers": answers, "preempted": num_preempted, "prefill_s": first - start, "decode_tok_s": rate}
+    return {
+        "answers": answers,
+        "preempted": num_preempted,
+        "prefill_s": first - start,
+        "decode_tok_s": rate,
+    }
 
 
 def free() -> None:
@@ -201,38 +240,58 @@ def free() -> None:
 
 def time_engines() -> list[Line]:
     options: Line = {"prefix_caching": False, "kv_memory_bytes": 24 * 2**30}
-    cores = {layout: engine(MODELS["llama8b"], kv_layout=layout, **options) for layout in ("paged", "virtual")}
+    cores = {
+        layout: engine(MODELS["llama8b"], kv_layout=layout, **options)
+        for layout in ("paged", "virtual")
+    }
     lines, token_bytes = [], LAYERS * 2 * KV_HEADS * DIM * 2
     for batch, num_prompt, num_out in ((1, 512, 256), (8, 512, 256), (64, 512, 128), (8, 6000, 64)):
         requests = {
-            str(i): (ids(num_prompt + 7 * i, i), SamplingParams(max_tokens=num_out, ignore_eos=True, temperature=0.0))
+            str(i): (
+                ids(num_prompt + 7 * i, i),
+                SamplingParams(max_tokens=num_out, ignore_eos=True, temperature=0.0),
+            )
             for i in range(batch)
         }
         best: dict[str, Line] = {}
         for turn in range(3):
             for layout, core in cores.items():
                 made = run(core, requests)
-                if turn and (layout not in best or made["decode_tok_s"] > best[layout]["decode_tok_s"]):
+                if turn and (
+                    layout not in best or made["decode_tok_s"] > best[layout]["decode_tok_s"]
+                ):
                     best[layout] = made
-        line = {f"{layout}_{what}": round(best[layout][what], 3) for layout in cores for what in ("decode_tok_s", "prefill_s")}
+        line = {
+            f"{layout}_{what}": round(best[layout][what], 3)
+            for layout in cores
+            for what in ("decode_tok_s", "prefill_s")
+        }
         ratio = best["virtual"]["decode_tok_s"] / best["paged"]["decode_tok_s"]
         same = sum(
             x[0] == y[0]
             for name in requests
-            for x, y in zip(best["virtual"]["answers"][name], best["paged"]["answers"][name], strict=True)
+            for x, y in zip(
+                best["virtual"]["answers"][name], best["paged"]["answers"][name], strict=True
+            )
         )
         part = {"part": "times", "batch": batch, "prompt": num_prompt, "out": num_out}
-        lines.append(show(**part, **line, decode_ratio=round(ratio, 3), same_tokens=same, of=batch * num_out))
+        lines.append(
+            show(**part, **line, decode_ratio=round(ratio, 3), same_tokens=same, of=batch * num_out)
+        )
     lines.append(watch_memory(cores["virtual"], token_bytes))
     return lines
 
 
 def watch_memory(core: EngineCore, token_bytes: int) -> Line:
-    """Physical memory beside the tokens of running requests, at every launch, of requests that come and go."""
+    """Physical memory beside the tokens of running requests, at every launch, of requests that come
+    and go."""
     runner = runner_of(core)
     memory, launch, over, most = memory_of(runner), runner.launch, list[float](), 0
     requests = {
-        str(i): (ids(50 + 61 * i % 900, i), SamplingParams(max_tokens=20 + 13 * i % 100, ignore_eos=True, temperature=0.0))
+        str(i): (
+            ids(50 + 61 * i % 900, i),
+            SamplingParams(max_tokens=20 + 13 * i % 100, ignore_eos=True, temperature=0.0),
+        )
         for i in range(150)
     }
 
@@ -240,7 +299,9 @@ def watch_memory(core: EngineCore, token_bytes: int) -> Line:
         nonlocal most
         launched, running = launch(plan), core.scheduler.running
         # A prompt has pages for all its tokens from the start. The null page is nobody's.
-        live = sum(max(request.num_computed, request.num_known) for request in running) * token_bytes
+        live = (
+            sum(max(request.num_computed, request.num_known) for request in running) * token_bytes
+        )
         over.append(((memory.used_bytes - live) / GRANULE - 1) / max(1, len(running)))
         most = max(most, memory.physical_bytes)
         return launched
@@ -267,7 +328,9 @@ PARTS: dict[str, Callable[[], list[Line]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--json")
     given = parser.parse_args()

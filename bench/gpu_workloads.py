@@ -1,6 +1,8 @@
-"""What engines are measured on with a GPU: lists of (prompt ids, tokens to generate), greedy, no early end, random weights.
+"""What engines are measured on with a GPU: lists of (prompt ids, tokens to generate), greedy, no
+early end, random weights.
 
-The numbers are drawn in one order from one seed, so that every engine that draws them alike computes the same tokens.
+The numbers are drawn in one order from one seed, so that every engine that draws them alike
+computes the same tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +37,24 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token in ms.
-_NAMES = ("latency_b1", "mixed_256", "mixed_1000", "prefill_4k", "decode_b256", "shared_prefix", "long_ctx_b8")
+# vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token
+# in ms.
+_NAMES = (
+    "latency_b1",
+    "mixed_256",
+    "mixed_1000",
+    "prefill_4k",
+    "decode_b256",
+    "shared_prefix",
+    "long_ctx_b8",
+)
 VLLM = {
     "llama8b": dict(zip(_NAMES, (4.92, 14.49, 51.58, 6.49, 7.06, 2.75, 6.23), strict=True)),
     "qwen06b": dict(zip(_NAMES, (1.68, 6.26, 29.86, 0.79, 3.22, 1.92, 1.97), strict=True)),
     "qwen30b": {"latency_b1": 4.13, "mixed_256": 24.78, "prefill_4k": 4.22, "decode_b256": 11.96},
 }
-# The same with fp8 weights and activations: its output or prompt tokens a second, as seconds for the whole.
+# The same with fp8 weights and activations: its output or prompt tokens a second, as seconds for
+# the whole.
 VLLM_FP8 = {
     "latency_b1": 3.49,
     "mixed_256": 14.49 * 10321 / 12420,

@@ -1,10 +1,12 @@
-"""What the formats of the KV cache cost and save: quality on the same text, memory, and the speed of decoding, on a CPU.
+"""What the formats of the KV cache cost and save: quality on the same text, memory, and the speed
+of decoding, on a CPU.
 
     python -m bench.kv_formats --windows 20
     python -m bench.kv_formats --only speed
 
-Quality: perplexity, mean KL divergence from the first format's next-token distributions, how often both choose the same token.
-Text: bench/perplexity.py's. Speed: steps of `--requests` sequences of `--context` tokens in pages of their own, formats in turn.
+Quality: perplexity, mean KL divergence from the first format's next-token distributions, how often
+both choose the same token. Text: bench/perplexity.py's. Speed: steps of `--requests` sequences of
+`--context` tokens in pages of their own, formats in turn.
 """
 
 from __future__ import annotations
@@ -53,11 +55,16 @@ class Quality:
         return f"perplexity {ppl:.4f}  KL {self.kl / self.count:.2e}  same token {self.same / self.count:.2%}"
 
 
-def measure_quality(runners: dict[str, CpuRunner], ids: list[int], num_windows: int) -> dict[str, Quality]:
+def measure_quality(
+    runners: dict[str, CpuRunner], ids: list[int], num_windows: int
+) -> dict[str, Quality]:
     found = {name: Quality() for name in runners}
     for first in range(0, num_windows * WINDOW, WINDOW):
         window = ids[first : first + WINDOW]
-        states = {name: hidden_states(runner, window, runner.model.config.num_layers) for name, runner in runners.items()}
+        states = {
+            name: hidden_states(runner, window, runner.model.config.num_layers)
+            for name, runner in runners.items()
+        }
         head = next(iter(runners.values())).model
         assert isinstance(head, CausalLM)
         for at in range(0, WINDOW - 1, SLICE):
@@ -67,23 +74,31 @@ def measure_quality(runners: dict[str, CpuRunner], ids: list[int], num_windows: 
             for name, values in logits.items():
                 found[name].add(values, truth, torch.tensor(window[at + 1 : end + 1]))
         best = next(iter(found.values()))
-        print(f"{best.count:7,} tokens: " + "; ".join(f"{name} {one}" for name, one in found.items()), flush=True)
+        print(
+            f"{best.count:7,} tokens: " + "; ".join(f"{name} {one}" for name, one in found.items()),
+            flush=True,
+        )
     return found
 
 
 def prefill(runner: CpuRunner, ids: list[int], num_requests: int, context: int) -> Batch:
-    """Row 0 is computed, and the others get copies of its pages. Returns a step of one token of each."""
+    """Row 0 is computed, and the others get copies of its pages. Returns a step of one token of
+    each."""
     state, num_pages = runner.state, -(-context // runner.state.page_size)
     state.tokens[:num_requests, :context] = torch.tensor(ids[:context])
     pages = torch.randperm(num_requests * num_pages) + 1
-    state.kv_tables[0][:num_requests, :num_pages] = pages.view(num_requests, num_pages).to(torch.int32)
+    state.kv_tables[0][:num_requests, :num_pages] = pages.view(num_requests, num_pages).to(
+        torch.int32
+    )
     for start in range(0, context - 1, CHUNK):
         count = min(CHUNK, context - 1 - start)
         runner.forward(gather_batch([StepItem(0, 0, start, count, False, 0)], state))
     own = pages.view(num_requests, num_pages)
     for row in range(1, num_requests):
         copy_pages(runner.cache, own[0], own[row])
-    return gather_batch([StepItem(row, row, context - 1, 1, True, 0) for row in range(num_requests)], state)
+    return gather_batch(
+        [StepItem(row, row, context - 1, 1, True, 0) for row in range(num_requests)], state
+    )
 
 
 def step_s(runner: CpuRunner, batch: Batch) -> float:
@@ -93,7 +108,9 @@ def step_s(runner: CpuRunner, batch: Batch) -> float:
     return time.perf_counter() - begin
 
 
-def measure_speed(runners: dict[str, CpuRunner], batches: dict[str, Batch], rounds: int) -> dict[str, list[float]]:
+def measure_speed(
+    runners: dict[str, CpuRunner], batches: dict[str, Batch], rounds: int
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(rounds + 1):
         for name, runner in runners.items():
@@ -105,9 +122,13 @@ def measure_speed(runners: dict[str, CpuRunner], batches: dict[str, Batch], roun
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--formats", default="bf16,int8,int4", help="the first is what others are compared with")
+    parser.add_argument(
+        "--formats", default="bf16,int8,int4", help="the first is what others are compared with"
+    )
     parser.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--requests", type=int, default=16)
@@ -116,7 +137,9 @@ def main() -> None:
     given = parser.parse_args()
     checkpoint, architecture, shape = inspect(given.model)
     names = [SHORT_NAMES.get(name, name) for name in given.formats.split(",")]
-    num_tokens = max((given.requests + 1) * given.context if given.only != "quality" else 0, 2 * WINDOW)
+    num_tokens = max(
+        (given.requests + 1) * given.context if given.only != "quality" else 0, 2 * WINDOW
+    )
     configs = {
         name: resolve(
             EngineOptions(
@@ -134,15 +157,23 @@ def main() -> None:
     ids = text_ids(given.model, max(given.windows * WINDOW, given.context))
     print(f"{given.model}, {first.dtype}, {first.threads} threads")
     for name in names:
-        size, ratio = shape.kv_bytes_per_token(name), shape.kv_bytes_per_token(names[0]) / shape.kv_bytes_per_token(name)
+        size, ratio = (
+            shape.kv_bytes_per_token(name),
+            shape.kv_bytes_per_token(names[0]) / shape.kv_bytes_per_token(name),
+        )
         print(f"{name:9} {size:7,} bytes a token: {ratio:.2f} times the tokens in the same memory")
     if given.only != "speed":
         found = measure_quality(runners, ids, given.windows)
         base = found[names[0]]
         for name, one in found.items():
-            print(f"{name:9} {one}  perplexity {math.exp(one.nll / one.count - base.nll / base.count) - 1:+.3%}")
+            print(
+                f"{name:9} {one}  perplexity {math.exp(one.nll / one.count - base.nll / base.count) - 1:+.3%}"
+            )
     if given.only != "quality":
-        batches = {name: prefill(runner, ids, given.requests, given.context) for name, runner in runners.items()}
+        batches = {
+            name: prefill(runner, ids, given.requests, given.context)
+            for name, runner in runners.items()
+        }
         times = measure_speed(runners, batches, given.rounds)
         for name, seconds in times.items():
             ratios = [base / own for base, own in zip(times[names[0]], seconds, strict=True)]

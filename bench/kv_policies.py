@@ -5,7 +5,8 @@
     python -m bench.kv_policies quest --tokens 4096
     python -m bench.kv_policies budgets --tokens 1024 --texts 1
 
-The text is that of bench/perplexity.py. Requests that are compared run in one engine, side by side; for speed, in turn.
+The text is that of bench/perplexity.py. Requests that are compared run in one engine, side by side;
+for speed, in turn.
 """
 
 from __future__ import annotations
@@ -31,21 +32,29 @@ BLOCK = 2048
 
 
 def load(model: str) -> EngineCore:
-    return load_core(EngineOptions(model=model, prefix_caching=False, kv_memory_bytes=2**30, speculate="off"))
+    return load_core(
+        EngineOptions(model=model, prefix_caching=False, kv_memory_bytes=2**30, speculate="off")
+    )
 
 
-def logprobs(core: EngineCore, texts: dict[str, tuple[list[int], Policy]]) -> tuple[dict[str, list[float]], dict[str, int]]:
+def logprobs(
+    core: EngineCore, texts: dict[str, tuple[list[int], Policy]]
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """By request: of each token of its text after the first, and the most pages it held."""
     found: dict[str, list[float]] = {name: [] for name in texts}
     pages = dict.fromkeys(texts, 0)
     for name, (ids, policy) in texts.items():
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, kv_policy=read_policy(policy))
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, kv_policy=read_policy(policy)
+        )
         core.submit(Submit(name, ids, params))
     while core.has_work:
         for delta in core.step()[0].deltas:
             found[delta.request_id] += [entry.logprob for entry in delta.prompt_logprobs or []]
         for request in core.scheduler.running:
-            pages[request.request_id] = max(pages[request.request_id], core.scheduler.kv.num_pages_of(request.seq))
+            pages[request.request_id] = max(
+                pages[request.request_id], core.scheduler.kv.num_pages_of(request.seq)
+            )
     return found, pages
 
 
@@ -53,9 +62,19 @@ def perplexity(values: list[float]) -> float:
     return math.exp(-sum(values) / len(values))
 
 
-def tokens_of(core: EngineCore, ids: list[int], num: int, policy: Policy) -> tuple[list[int], float]:
+def tokens_of(
+    core: EngineCore, ids: list[int], num: int, policy: Policy
+) -> tuple[list[int], float]:
     """Greedy tokens, and the median time of a step that computes one."""
-    core.submit(Submit("x", ids, SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True, kv_policy=read_policy(policy))))
+    core.submit(
+        Submit(
+            "x",
+            ids,
+            SamplingParams(
+                temperature=0.0, max_tokens=num, ignore_eos=True, kv_policy=read_policy(policy)
+            ),
+        )
+    )
     tokens, times = list[int](), list[float]()
     while core.has_work:
         began = time.perf_counter()
@@ -77,10 +96,15 @@ def streaming(core: EngineCore, model: str, num_tokens: int, _: int) -> None:
     for name, policy in kinds.items():
         values: list[float] = []
         readers = cast(CpuRunner, core.runner).readers
-        readers[:] = [lambda plan, hidden, result, name=name, values=values: _print_blocks(name, values, result)]
+        readers[:] = [
+            lambda plan, hidden, result, name=name, values=values: _print_blocks(
+                name, values, result
+            )
+        ]
         pages = logprobs(core, {name: (ids, policy)})[1]
         print(
-            f"{name}: perplexity {perplexity(values):.2f} on {num_tokens:,} tokens, {pages[name]} pages held at most", flush=True
+            f"{name}: perplexity {perplexity(values):.2f} on {num_tokens:,} tokens, {pages[name]} pages held at most",
+            flush=True,
         )
 
 
@@ -88,7 +112,10 @@ def _print_blocks(name: str, values: list[float], result: StepResult) -> None:
     before = len(values) // BLOCK
     values += [entry.logprob for entries in result.prompt_logprobs.values() for entry in entries]
     for first in range(before * BLOCK, len(values) // BLOCK * BLOCK, BLOCK):
-        print(f"{name}: {perplexity(values[first : first + BLOCK]):.2f} in tokens {first:,} to {first + BLOCK:,}", flush=True)
+        print(
+            f"{name}: {perplexity(values[first : first + BLOCK]):.2f} in tokens {first:,} to {first + BLOCK:,}",
+            flush=True,
+        )
 
 
 def h2o(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
@@ -107,13 +134,18 @@ def h2o(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
         for name in found:
             totals[name] += found[name][budget:]  # before, nothing is given up
         if not number:
-            print(f"{num_texts} texts of {num_tokens:,} tokens; pages held at most: {pages}", flush=True)
+            print(
+                f"{num_texts} texts of {num_tokens:,} tokens; pages held at most: {pages}",
+                flush=True,
+            )
     print("| policy | perplexity |\n|---|---|")
     for name, values in totals.items():
         print(f"| {name} | {perplexity(values):.3f} |")
     whole = [tokens_of(core, text[:500], 64, {"kind": "h2o", "budget": 1.0})[0] for text in texts]
     plain = [tokens_of(core, text[:500], 64, {"kind": "full"})[0] for text in texts]
-    print(f"h2o at 100 %: {sum(one == other for one, other in zip(whole, plain, strict=True))} of {num_texts} outputs identical")
+    print(
+        f"h2o at 100 %: {sum(one == other for one, other in zip(whole, plain, strict=True))} of {num_texts} outputs identical"
+    )
 
 
 def quest(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
@@ -124,11 +156,17 @@ def quest(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None
         "quest": (ids, {"kind": "quest", "budget": 0.25, "dense": half}),
     })  # fmt: skip
     values = {name: perplexity(of[half:]) for name, of in found.items()}
-    print(f"perplexity of tokens {half:,} to {num_tokens:,}: {values}; quest / full {values['quest'] / values['full']:.4f}")
+    print(
+        f"perplexity of tokens {half:,} to {num_tokens:,}: {values}; quest / full {values['quest'] / values['full']:.4f}"
+    )
     times: dict[str, list[float]] = {"full": [], "quest": []}
     for _ in range(num_texts):
         for name, of in times.items():
-            of.append(tokens_of(core, ids, 32, {"kind": name} | ({"budget": 0.25} if name == "quest" else {}))[1])
+            of.append(
+                tokens_of(
+                    core, ids, 32, {"kind": name} | ({"budget": 0.25} if name == "quest" else {})
+                )[1]
+            )
     took = {name: median(of) for name, of in times.items()}
     print(f"a decode step at {num_tokens:,} tokens: full {1e3 * took['full']:.1f} ms, quest {1e3 * took['quest']:.1f} ms, "
           f"{took['full'] / took['quest']:.2f}x")  # fmt: skip
@@ -144,21 +182,30 @@ def budgets(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> No
         "streaming": {"kind": "streaming", "sinks": 4, "recent": budget - 4},
         "h2o": {"kind": "h2o", "budget": budget},
         "quest": {"kind": "quest"} | sparse,
-        **{f"double, {num} channels": {"kind": "double", "channels": num} | sparse for num in (8, 16, 32)},
+        **{
+            f"double, {num} channels": {"kind": "double", "channels": num} | sparse
+            for num in (8, 16, 32)
+        },
     }
     totals: dict[str, list[float]] = {name: [] for name in kinds}
     for i in range(num_texts):
         text = ids[i * num_tokens : (i + 1) * num_tokens]
-        for name, values in logprobs(core, {name: (text, policy) for name, policy in kinds.items()})[0].items():
+        for name, values in logprobs(
+            core, {name: (text, policy) for name, policy in kinds.items()}
+        )[0].items():
             totals[name] += values[dense - 1 :]
-    print(f"{num_texts} texts of {num_tokens:,} tokens, a budget of {budget}: perplexity of the tokens after {dense}")
+    print(
+        f"{num_texts} texts of {num_tokens:,} tokens, a budget of {budget}: perplexity of the tokens after {dense}"
+    )
     print("| policy | perplexity |\n|---|---|")
     for name, values in totals.items():
         print(f"| {name} | {perplexity(values):.2f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("streaming", "h2o", "quest", "budgets"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=4096)

@@ -1,9 +1,11 @@
-"""What host memory and disk behind the KV cache bring: time to the first token of a long prefix, bandwidth, and what others lose.
+"""What host memory and disk behind the KV cache bring: time to the first token of a long prefix,
+bandwidth, and what others lose.
 
     python -m bench.kv_tiers [--model smollm2] [--device cpu|cuda] [--tokens 4096] [--rounds 3]
 
-Each round computes the prefix anew, brings it from host memory and brings it from disk, one after the other, so that all three
-see the same machine. For others: streams decode while the prefix is restored, and without that, in turn.
+Each round computes the prefix anew, brings it from host memory and brings it from disk, one after
+the other, so that all three see the same machine. For others: streams decode while the prefix is
+restored, and without that, in turn.
 """
 
 from __future__ import annotations
@@ -101,11 +103,18 @@ def measure(engine: Engine, num_tokens: int, rounds: int) -> dict[str, float]:
             assert found >= num_tokens - 64, (tier, started)
             moved = [one for one in happened if isinstance(one, events.PagesMoved) and one.is_load]
             times[tier].append(seconds)
-            rates[tier].append(sum(one.num_bytes for one in moved) / sum(one.seconds for one in moved))
+            rates[tier].append(
+                sum(one.num_bytes for one in moved) / sum(one.seconds for one in moved)
+            )
             if tier == "host":
                 assert engine.core.runner.mover is not None
-                rates["copy"].append(engine.core.runner.mover.copy_rate(sum(one.num_pages for one in moved)))
-    best, rate = ({name: statistics.median(each) if each else math.nan for name, each in one.items()} for one in (times, rates))
+                rates["copy"].append(
+                    engine.core.runner.mover.copy_rate(sum(one.num_pages for one in moved))
+                )
+    best, rate = (
+        {name: statistics.median(each) if each else math.nan for name, each in one.items()}
+        for one in (times, rates)
+    )
     return {
         "tokens": num_tokens,
         "ttft_compute_ms": 1000 * best["compute"],
@@ -120,8 +129,11 @@ def measure(engine: Engine, num_tokens: int, rounds: int) -> dict[str, float]:
     }
 
 
-def others(engine: Engine, num_tokens: int, rounds: int, num_streams: int = 4, num_output: int = 200) -> dict[str, float]:
-    """Tokens a second of streams, alone and while a prefix is restored from host memory (and computes its last tokens)."""
+def others(
+    engine: Engine, num_tokens: int, rounds: int, num_streams: int = 4, num_output: int = 200
+) -> dict[str, float]:
+    """Tokens a second of streams, alone and while a prefix is restored from host memory (and
+    computes its last tokens)."""
     prompt = engine.prompt(num_tokens + 1)
     engine.first_token(prompt)
     took: dict[bool, list[float]] = {False: [], True: []}
@@ -156,15 +168,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--host", type=int, default=2 * 2**30, help="bytes of host memory")
     parser.add_argument("--disk", type=int, default=4 * 2**30, help="bytes on disk")
-    parser.add_argument("--folder", help="where the file of pages goes; default: a new one in the temporary folder")
+    parser.add_argument(
+        "--folder", help="where the file of pages goes; default: a new one in the temporary folder"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         engine = Engine(given, folder)
         engine.first_token(engine.prompt(64))
-        result = {"model": given.model, "device": engine.core.config.device, "kv_dtype": engine.core.config.kv_dtype}
-        result |= measure(engine, given.tokens, given.rounds) | others(engine, given.tokens, given.rounds)
+        result = {
+            "model": given.model,
+            "device": engine.core.config.device,
+            "kv_dtype": engine.core.config.kv_dtype,
+        }
+        result |= measure(engine, given.tokens, given.rounds) | others(
+            engine, given.tokens, given.rounds
+        )
         engine.core.close()
-    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
+    print(
+        json.dumps(
+            {
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in result.items()
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

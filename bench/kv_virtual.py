@@ -1,4 +1,5 @@
-"""`--kv-layout virtual` beside paging on a CPU: the same tokens, CPU time of prompts and decoding, physical memory.
+"""`--kv-layout virtual` beside paging on a CPU: the same tokens, CPU time of prompts and decoding,
+physical memory.
 
     python -m bench.kv_virtual [--model smollm2] [--batches 1,16] [--out 64] [--turns 3]
 
@@ -27,7 +28,9 @@ def run(core: EngineCore, batch: int, num_out: int) -> tuple[list[float], dict[s
     params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         draw = random.Random(i)
-        core.submit(Submit(str(i), [draw.randrange(100, 40_000) for _ in range(200 + 29 * i % 200)], params))
+        core.submit(
+            Submit(str(i), [draw.randrange(100, 40_000) for _ in range(200 + 29 * i % 200)], params)
+        )
     begin, first = time.process_time(), 0.0
     while core.has_work:
         output, failed = core.step()
@@ -40,7 +43,8 @@ def run(core: EngineCore, batch: int, num_out: int) -> tuple[list[float], dict[s
 
 
 def watch(core: EngineCore, found: list[float]) -> None:
-    """After each step, before what ended in it is gone: physical pages less those that live tokens fill, for each request."""
+    """After each step, before what ended in it is gone: physical pages less those that live tokens
+    fill, for each request."""
     runner = core.runner
     assert isinstance(runner, CpuRunner)
     assert isinstance(runner.kv_layout, VirtualLayout)
@@ -55,7 +59,9 @@ def watch(core: EngineCore, found: list[float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--out", type=int, default=64)
@@ -63,21 +69,36 @@ def main() -> None:
     given = parser.parse_args()
     cores = {
         layout: load_core(
-            EngineOptions(model=given.model, kv_layout=layout, speculate="off", prefix_caching=False, max_context=2048)
+            EngineOptions(
+                model=given.model,
+                kv_layout=layout,
+                speculate="off",
+                prefix_caching=False,
+                max_context=2048,
+            )
         )
         for layout in ("paged", "virtual")
     }
     for layout, core in cores.items():
-        print(f"{layout}: pages of {core.config.page_size}, {core.config.reasons['page_size']}", flush=True)
+        print(
+            f"{layout}: pages of {core.config.page_size}, {core.config.reasons['page_size']}",
+            flush=True,
+        )
     over = list[float]()
     watch(cores["virtual"], over)
     for batch in map(int, given.batches.split(",")):
-        made = {layout: [run(core, batch, given.out) for _ in range(1)] for layout, core in cores.items()}
+        made = {
+            layout: [run(core, batch, given.out) for _ in range(1)]
+            for layout, core in cores.items()
+        }
         for _ in range(given.turns - 1):
             for layout, core in cores.items():
                 made[layout].append(run(core, batch, given.out))
         assert made["paged"][0][1] == made["virtual"][0][1], "other tokens"
-        least = {layout: [min(turn[0][i] for turn in turns) for i in (0, 1)] for layout, turns in made.items()}
+        least = {
+            layout: [min(turn[0][i] for turn in turns) for i in (0, 1)]
+            for layout, turns in made.items()
+        }
         line = {
             "batch": batch,
             "prompts_ratio": round(least["paged"][0] / least["virtual"][0], 3),

@@ -1,4 +1,5 @@
-"""What adapters cost on a CPU: decode steps without them, with memory for them, and with one for every request; in turns.
+"""What adapters cost on a CPU: decode steps without them, with memory for them, and with one for
+every request; in turns.
 
 python -m bench.lora --requests 8 --adapters 8 --rank 16
 """
@@ -25,7 +26,9 @@ from tidemill.types.wire import Submit
 NUM_STEPS, NUM_TURNS = 20, 3
 
 
-def make_adapter(core: EngineCore, folder: Path, rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
+def make_adapter(
+    core: EngineCore, folder: Path, rank: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> Path:
     """Random, of all linear layers, as PEFT stores it."""
     assert core.runner.loras is not None
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +39,9 @@ def make_adapter(core: EngineCore, folder: Path, rank: int, seed: int, dtype: to
             tensors[f"base_model.model.{name}.lora_{half}.weight"] = values.to(dtype)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
+    )
     return folder
 
 
@@ -45,7 +50,9 @@ def step_ms(core: EngineCore, num_requests: int, num_adapters: int) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 10, ignore_eos=True)
     for i in range(num_requests):
         prompt = [100 + (7919 * i + 31 * k) % 10_000 for k in range(32)]
-        core.submit(Submit(str(i), prompt, params, adapter=1 + i % num_adapters if num_adapters else 0))
+        core.submit(
+            Submit(str(i), prompt, params, adapter=1 + i % num_adapters if num_adapters else 0)
+        )
     decoding: set[str] = set()
     while len(decoding) < num_requests:
         decoding |= {delta.request_id for delta in core.step()[0].deltas}
@@ -60,14 +67,22 @@ def step_ms(core: EngineCore, num_requests: int, num_adapters: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
-    common = {"model": given.model, "device": "cpu", "threads": given.threads, "prefix_caching": False, "kv_memory_bytes": 2**28}
+    common = {
+        "model": given.model,
+        "device": "cpu",
+        "threads": given.threads,
+        "prefix_caching": False,
+        "kv_memory_bytes": 2**28,
+    }
     without = load_core(EngineOptions(**common))
     core = load_core(EngineOptions(**common, max_loras=given.adapters, max_lora_rank=given.rank))
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +100,9 @@ def main() -> None:
         for name, measure in cases.items():
             times[name].append(measure())
     base = min(times["no adapters"])
-    print(f"{given.model}, {core.config.dtype}, {given.requests} requests, rank {given.rank}, {core.config.threads} threads")
+    print(
+        f"{given.model}, {core.config.dtype}, {given.requests} requests, rank {given.rank}, {core.config.threads} threads"
+    )
     for name, each in times.items():
         print(f"  {name:28} {min(each):8.2f} ms a step  {base / min(each):5.2f} of the speed")
 

@@ -2,8 +2,8 @@
 
     python -m bench.masks [--model smollm2] [--outputs 20]
 
-Random tokens are drawn from what the grammar allows, as a model with random weights would; each mask is timed alone.
-xgrammar is measured beside llguidance where it is installed.
+Random tokens are drawn from what the grammar allows, as a model with random weights would; each
+mask is timed alone. xgrammar is measured beside llguidance where it is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ PERSON = {
         "name": {"type": "string", "maxLength": 40},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "tags": {"type": "array", "items": {"enum": ["ebb", "flow", "slack"]}, "maxItems": 5},
-        "home": {"type": "object", "properties": {"port": {"type": "string", "maxLength": 20}}, "required": ["port"]},
+        "home": {
+            "type": "object",
+            "properties": {"port": {"type": "string", "maxLength": 20}},
+            "required": ["port"],
+        },
     },
     "required": ["name", "age", "tags", "home"],
     "additionalProperties": False,
@@ -46,8 +50,11 @@ def allowed(words: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
-def follow(mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: random.Random) -> list[float]:
-    """The times of one output's masks, each with that of accepting a token. `take` accepts it; was it the last?"""
+def follow(
+    mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: random.Random
+) -> list[float]:
+    """The times of one output's masks, each with that of accepting a token. `take` accepts it; was
+    it the last?"""
     times = []
     for _ in range(MAX_TOKENS):
         begin = time.perf_counter()
@@ -65,7 +72,9 @@ def follow(mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: ra
     return times
 
 
-def measure(backend: str, tokenizer: Tokenizer, grammar: Grammar, num_outputs: int) -> tuple[float, list[float]]:
+def measure(
+    backend: str, tokenizer: Tokenizer, grammar: Grammar, num_outputs: int
+) -> tuple[float, list[float]]:
     """Seconds to compile the grammar, and of each mask."""
     grammars = Grammars.of(backend, tokenizer, tokenizer.vocab_size)
     begin = time.perf_counter()
@@ -83,7 +92,9 @@ def measure(backend: str, tokenizer: Tokenizer, grammar: Grammar, num_outputs: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--outputs", type=int, default=20)
     arguments = parser.parse_args()

@@ -1,12 +1,14 @@
-"""What it costs that several processes compute one model: all-reduces by size and transport, steps by layout, bytes by rank.
+"""What it costs that several processes compute one model: all-reduces by size and transport, steps
+by layout, bytes by rank.
 
-python -m bench.parallel --model smollm2 --layouts 1x1 2x1 1x2
-python -m bench.parallel --random dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
+python -m bench.parallel --model smollm2 --layouts 1x1 2x1 1x2 python -m bench.parallel --random
+dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
 
-A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:phased, TENSORx1:2d, TENSORxSTAGES:experts, or with the layers of each
-stage, like 1x2:12,18. Every layout has as many threads in all as
---threads says, or each rank as many as --rank-threads. Layouts take turns, so that what else the machine does meets all of them;
-figures are medians. Beside them: what `tidemill plan-layout --hardware here` estimates, and if both name the same layout.
+A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:phased, TENSORx1:2d,
+TENSORxSTAGES:experts, or with the layers of each stage, like 1x2:12,18. Every layout has as many
+threads in all as --threads says, or each rank as many as --rank-threads. Layouts take turns, so
+that what else the machine does meets all of them; figures are medians. Beside them: what `tidemill
+plan-layout --hardware here` estimates, and if both name the same layout.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def join(kind: str, folder: Path, rank: int) -> Group:
     if kind == "shared":
         return SharedGroup(folder / "group", rank, 2)
     address: list[str | tuple[str, int]] = [str(folder / f"{one}.sock") for one in range(2)]
-    return SocketGroup(rank, meet_peers(rank, {1 - rank}, address, Door(str(folder / f"{rank}.sock"), KEY), KEY))
+    return SocketGroup(
+        rank, meet_peers(rank, {1 - rank}, address, Door(str(folder / f"{rank}.sock"), KEY), KEY)
+    )
 
 
 def reduce_all(group: Group) -> list[list[float]]:
@@ -128,7 +132,8 @@ def start(given: argparse.Namespace, layout: str) -> EngineCore:
         if streaming is not None:
             held, all_bytes = streaming.held_bytes / 2**20, streaming.streamed_bytes / 2**20
             print(
-                f"  {layout}: rank 0 holds {held:.1f} MiB of weights; {all_bytes:.1f} MiB are gathered in each step", flush=True
+                f"  {layout}: rank 0 holds {held:.1f} MiB of weights; {all_bytes:.1f} MiB are gathered in each step",
+                flush=True,
             )
     return core
 
@@ -137,7 +142,13 @@ def decode(core: EngineCore, given: argparse.Namespace, name: str) -> tuple[floa
     """Seconds for the prompts, and of a step that decodes."""
     params = SamplingParams(temperature=0.0, max_tokens=given.steps + 1, ignore_eos=True)
     for i in range(given.requests):
-        core.submit(Submit(f"{name}-{i}", [100 + (7919 * i + 31 * k) % 8_000 for k in range(given.prompt_len)], params))
+        core.submit(
+            Submit(
+                f"{name}-{i}",
+                [100 + (7919 * i + 31 * k) % 8_000 for k in range(given.prompt_len)],
+                params,
+            )
+        )
     begin, waiting = time.perf_counter(), {f"{name}-{i}" for i in range(given.requests)}
     while waiting:
         waiting -= {delta.request_id for delta in core.step()[0].deltas if delta.token_ids}
@@ -164,16 +175,25 @@ def compare(given: argparse.Namespace, took: dict[str, tuple[float, float]]) -> 
         machine.set_threads(threads)
         rates = measure_rates()
         flops, read, copied = (rate / 1e9 for rate in (rates.flops, rates.memory, rates.copies))
-        print(f"estimates, by {flops:.0f} GFLOP/s, {read:.1f} GB/s read and {copied:.1f} GB/s copied by {threads} threads:")
+        print(
+            f"estimates, by {flops:.0f} GFLOP/s, {read:.1f} GB/s read and {copied:.1f} GB/s copied by {threads} threads:"
+        )
         device = rank_of_host(rates.flops, rates.memory, rates.copies, size)
-        for place, phase in enumerate((Phase("prefill", num * context, num, context), Phase("decode", num, num, context))):
+        for place, phase in enumerate(
+            (Phase("prefill", num * context, num, context), Phase("decode", num, num, context))
+        ):
             seconds = engine_seconds(model, size, phase, device)
             estimated = {how: spent for how, spent in seconds.items() if how in measured}
             if len(estimated) < 2:
                 continue
             clock = {how: measured[how][place] for how in estimated}
-            by_cost, by_clock = sorted(estimated, key=estimated.__getitem__), sorted(clock, key=clock.__getitem__)
-            told = ", ".join(f"{how} {1e3 * estimated[how]:.1f} ({1e3 * clock[how]:.1f})" for how in by_cost)
+            by_cost, by_clock = (
+                sorted(estimated, key=estimated.__getitem__),
+                sorted(clock, key=clock.__getitem__),
+            )
+            told = ", ".join(
+                f"{how} {1e3 * estimated[how]:.1f} ({1e3 * clock[how]:.1f})" for how in by_cost
+            )
             agree = "the same order" if by_cost == by_clock else "the same first"
             verdict = agree if by_cost[0] == by_clock[0] else f"measured, {by_clock[0]} is first"
             print(f"  {size} ranks, {phase.name}, ms estimated (measured): {told}: {verdict}")
@@ -189,7 +209,8 @@ def measure(given: argparse.Namespace) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured by then is shown
         for number in range(given.rounds):
             for layout, core in cores.items():
-                machine.set_threads(threads_of(given, layout))  # this process has rank 0 of all layouts, and one pool of threads
+                # this process has rank 0 of all layouts, and one pool of threads
+                machine.set_threads(threads_of(given, layout))
                 taken[layout].append(decode(core, given, str(number)))
     took = {}
     for layout, times in taken.items():
@@ -197,23 +218,45 @@ def measure(given: argparse.Namespace) -> None:
         took[layout] = prefill, step
         cores[layout].close()
     base = took[given.layouts[0]]
-    threads = f"{given.rank_threads} threads a rank" if given.rank_threads else f"{given.threads} threads in all"
+    threads = (
+        f"{given.rank_threads} threads a rank"
+        if given.rank_threads
+        else f"{given.threads} threads in all"
+    )
     rounds = min(map(len, taken.values()))
-    print(f"{rounds} rounds, {given.requests} requests, prompts of {given.prompt_len}, {threads}; ratios to {given.layouts[0]}:")
+    print(
+        f"{rounds} rounds, {given.requests} requests, prompts of {given.prompt_len}, {threads}; ratios to {given.layouts[0]}:"
+    )
     for layout, (prefill, step) in took.items():
         ratios = f"{prefill / base[0]:.2f}, {step / base[1]:.2f}"
-        print(f"  {layout:12} prefill {1e3 * prefill:8.1f} ms, step {1e3 * step:7.2f} ms ({ratios})")
+        print(
+            f"  {layout:12} prefill {1e3 * prefill:8.1f} ms, step {1e3 * step:7.2f} ms ({ratios})"
+        )
     compare(given, took)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--random", choices=list(RANDOM), help="random weights of this shape instead of a model")
+    parser.add_argument(
+        "--random", choices=list(RANDOM), help="random weights of this shape instead of a model"
+    )
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2", "2x1:gathered"], help="ranks x stages[:layout]")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["1x1", "2x1", "1x2", "2x1:gathered"],
+        help="ranks x stages[:layout]",
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rank-threads", type=int, default=0, help="threads of each rank, however many ranks there are")
+    parser.add_argument(
+        "--rank-threads",
+        type=int,
+        default=0,
+        help="threads of each rank, however many ranks there are",
+    )
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)

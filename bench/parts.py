@@ -16,10 +16,18 @@ Found = dict[str, dict[str, Any]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="rows whose name contains one of these, separated by |")
-    parser.add_argument("--part", default="1/1", help="I/N: of these rows, every N-th from the I-th on")
-    parser.add_argument("--results", type=Path, help="a JSON file; what is in it is not measured again")
-    parser.add_argument("--merge", type=Path, nargs="+", help="print the table of these files, and measure nothing")
+    parser.add_argument(
+        "--only", default="", help="rows whose name contains one of these, separated by |"
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="I/N: of these rows, every N-th from the I-th on"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="a JSON file; what is in it is not measured again"
+    )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="print the table of these files, and measure nothing"
+    )
 
 
 def chosen(names: Iterable[str], given: argparse.Namespace) -> list[str]:

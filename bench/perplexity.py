@@ -1,8 +1,10 @@
-"""What quantized matmuls cost in quality: perplexity of the same GGUF on the same text, in float32 and quantized.
+"""What quantized matmuls cost in quality: perplexity of the same GGUF on the same text, in float32
+and quantized.
 
     python -m bench.perplexity --tokens 20480
 
-The text is Python's own documentation as the standard library carries it (pydoc_data), so anyone has it.
+The text is Python's own documentation as the standard library carries it (pydoc_data), so anyone
+has it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ def mean_logprob(model: str, dtype: str, ids: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20 * WINDOW)
     arguments = parser.parse_args()
     ids = text_ids(arguments.model, arguments.tokens)
-    values = {dtype: math.exp(-mean_logprob(arguments.model, dtype, ids)) for dtype in ("float32", "quantized")}
+    values = {
+        dtype: math.exp(-mean_logprob(arguments.model, dtype, ids))
+        for dtype in ("float32", "quantized")
+    }
     for dtype, value in values.items():
         print(f"{dtype:8} perplexity {value:.4f} on {len(ids):,} tokens")
     print(f"quantized / float32: {values['quantized'] / values['float32']:.5f}")

@@ -1,4 +1,5 @@
-"""Ports of 127.0.0.1 that a test or a measurement has for itself; outside `tests`, whose name foreign suites have too."""
+"""Ports of 127.0.0.1 that a test or a measurement has for itself; outside `tests`, whose name
+foreign suites have too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 def reserved_port(num: int = 1) -> Iterator[int]:
     """The first of so many ports in a row, which nobody else is given.
 
-    Each is bound by a socket that does not listen, beside which a server that sets SO_REUSEADDR may.
+    Each is bound by a socket that does not listen, beside which a server that sets SO_REUSEADDR
+    may.
     """
     with contextlib.ExitStack() as reserved:
         yield _bind_in_a_row(reserved, num)

@@ -1,4 +1,5 @@
-"""Branches of a program with a shared prefix, against the same calls without sharing, in turns: computed tokens and time.
+"""Branches of a program with a shared prefix, against the same calls without sharing, in turns:
+computed tokens and time.
 
 python -m bench.programs --branches 32 --prefix 2048
 """
@@ -12,7 +13,21 @@ from dataclasses import dataclass, field
 from tidemill import LLM, gen, join, program
 from tidemill.programs import State
 
-_WORDS = ("tide", "mill", "pond", "wheel", "sluice", "gate", "moon", "stone", "grain", "flour", "miller", "harbour", "stream")
+_WORDS = (
+    "tide",
+    "mill",
+    "pond",
+    "wheel",
+    "sluice",
+    "gate",
+    "moon",
+    "stone",
+    "grain",
+    "flour",
+    "miller",
+    "harbour",
+    "stream",
+)
 
 
 def prefix_of(llm: LLM, num_tokens: int) -> str:
@@ -31,7 +46,9 @@ def thoughts(s: State, prefix: str, num: int, length: int) -> None:
     s += prefix
     branches = s.fork(num)
     for i, branch in enumerate(branches):
-        branch += f"Thought {i} about this:" + gen("thought", max_tokens=length, temperature=0, ignore_eos=True)
+        branch += f"Thought {i} about this:" + gen(
+            "thought", max_tokens=length, temperature=0, ignore_eos=True
+        )
     join(branches)
 
 
@@ -69,10 +86,16 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--length", type=int, default=32, help="tokens that each branch generates")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--calls", type=int, help="of a turn without sharing; as many as there are branches, unless given")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        help="of a turn without sharing; as many as there are branches, unless given",
+    )
     given = parser.parse_args()
     num_calls = given.calls or given.branches
-    llm = LLM(given.model, max_context=given.prefix + 1024, max_requests=given.branches, progress=False)
+    llm = LLM(
+        given.model, max_context=given.prefix + 1024, max_requests=given.branches, progress=False
+    )
     prefix = prefix_of(llm, given.prefix)
     thoughts.run("Warm up.", 2, 2, backend=llm)
     shared, alone = Figures(), Figures()
@@ -85,7 +108,9 @@ def main() -> None:
         for name in ("num_computed", "seconds", "cpu_s")
     ]
     print(
-        "per call without sharing / with: computed tokens {:.1f}, seconds {:.1f}, CPU seconds {:.1f}; texts equal".format(*ratios)
+        "per call without sharing / with: computed tokens {:.1f}, seconds {:.1f}, CPU seconds {:.1f}; texts equal".format(
+            *ratios
+        )
     )
 
 

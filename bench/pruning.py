@@ -4,9 +4,10 @@
     python -m bench.pruning --model small               all rows
     python -m bench.pruning --only sparsegpt            rows of the default model whose name contains this
 
-Calibration and training text is the begin of Python's documentation as the standard library carries it, held-out text its end.
-What is compared is written to folders, read back, and computed in float32 as in bench.compression, many sequences at once
-(--device cuda: minutes). Drafts are accepted by the engine.
+Calibration and training text is the begin of Python's documentation as the standard library carries
+it, held-out text its end. What is compared is written to folders, read back, and computed in
+float32 as in bench.compression, many sequences at once (--device cuda: minutes). Drafts are
+accepted by the engine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Bench:
         whole = default_text()
         self.text.write_text(whole[: int(len(whole) * (1 - HELD_OUT_SHARE))])
         self.decoder = Decoder(Source.open(given.model), given.device)
-        ids = Tokenizer.load(self.decoder.source.path).encode(whole[int(len(whole) * (1 - HELD_OUT_SHARE)) :], add_special=False)
+        ids = Tokenizer.load(self.decoder.source.path).encode(
+            whole[int(len(whole) * (1 - HELD_OUT_SHARE)) :], add_special=False
+        )
         num = min(given.tokens, len(ids)) // WINDOW * WINDOW
         self.ids_BL = torch.tensor(ids[len(ids) - num :]).view(-1, WINDOW)
         self.truth = hidden_states(self.decoder, self.ids_BL)
@@ -66,14 +69,26 @@ class Bench:
 
     def load(self, model: str, **more: Any) -> LLM:
         given: dict[str, Any] = {"max_context": min(1024, self.config.max_context)}
-        given |= {"dtype": "float32"} if self.given.device == "cpu" else {"kv_memory_bytes": 2**30}  # beside others
-        return LLM(model, progress=False, threads=self.given.threads, device=self.given.device, max_requests=8, **given, **more)
+        # beside others
+        given |= {"dtype": "float32"} if self.given.device == "cpu" else {"kv_memory_bytes": 2**30}
+        return LLM(
+            model,
+            progress=False,
+            threads=self.given.threads,
+            device=self.given.device,
+            max_requests=8,
+            **given,
+            **more,
+        )
 
     def calibration(self, num_tokens: int, length: int) -> Calibration:
         return Calibration(data=self.text, num_tokens=num_tokens, length=length)
 
     def pruned(self, **how: Any) -> Callable[[Path], Any]:
-        calibration, device = self.calibration(self.given.calibration_tokens, self.given.length), self.given.device
+        calibration, device = (
+            self.calibration(self.given.calibration_tokens, self.given.length),
+            self.given.device,
+        )
         given = {"out_dtype": "float32", "calibration": calibration, "device": device} | how
         return lambda out: prune(PruneOptions(model=self.given.model, out=out, **given))
 
@@ -98,16 +113,21 @@ class Bench:
 
     def rows(self) -> dict[str, Callable[[Path], Any]]:
         steps = self.given.steps
-        heads = 1 / 3 if self.config.num_kv_heads % 3 == 0 else 1 / 2  # Transformers wants a hidden size that they divide
+        # Transformers wants a hidden size that they divide
+        heads = 1 / 3 if self.config.num_kv_heads % 3 == 0 else 1 / 2
         made: dict[str, Callable[[Path], Any]] = {}
         for method in ("magnitude", "wanda", "sparsegpt"):
             made[f"{method} 50 %"] = self.pruned(method=method, **HALF)
             made[f"{method} 2:4"] = self.pruned(method=method, pattern="2:4", **HALF)
         return made | {
             "sparsegpt 2:4 + int8": self.pruned(pattern="2:4", bits=8, **HALF),
-            "magnitude 4x4 blocks 25 %": self.pruned(method="magnitude", pattern="4x4", sparsity=0.25),
+            "magnitude 4x4 blocks 25 %": self.pruned(
+                method="magnitude", pattern="4x4", sparsity=0.25
+            ),
             "sparsegpt 4x4 blocks 25 %": self.pruned(pattern="4x4", sparsity=0.25),
-            "magnitude neurons 25 %": self.pruned(method="magnitude", structure="neurons", sparsity=0.25),
+            "magnitude neurons 25 %": self.pruned(
+                method="magnitude", structure="neurons", sparsity=0.25
+            ),
             "sparsegpt neurons 25 %": self.pruned(structure="neurons", sparsity=0.25),
             f"sparsegpt heads {100 * heads:.0f} %": self.pruned(structure="heads", sparsity=heads),
             "layers 17 %": self.pruned(method="wanda", structure="layers", sparsity=1 / 6),
@@ -122,7 +142,9 @@ class Bench:
         }
 
     def quality(self, decoder: Decoder) -> dict[str, Any]:
-        found = compare(decoder, self.ids_BL, hidden_states(decoder, self.ids_BL), self.truth, self.decoder)
+        found = compare(
+            decoder, self.ids_BL, hidden_states(decoder, self.ids_BL), self.truth, self.decoder
+        )
         kv = decoder.source.model_config.kv_bytes_per_token("float32")
         return {
             "ppl": found.perplexity, "kl": found.mean_kl, "top1": found.top1, "tokens": found.count,
@@ -134,7 +156,9 @@ class Bench:
         begin = time.perf_counter()
         make(out)
         seconds = time.perf_counter() - begin
-        found = self.quality(Decoder(Source.open(str(out)), self.given.device)) | {"seconds": seconds}
+        found = self.quality(Decoder(Source.open(str(out)), self.given.device)) | {
+            "seconds": seconds
+        }
         if "distilled" in name or name == "a third of the layers":
             found["accepted"] = self.accepted(str(out))
         for file in out.iterdir():
@@ -144,10 +168,18 @@ class Bench:
 
     def accepted(self, draft: str) -> float:
         """Of greedy drafts, the share that the original takes."""
-        llm = self.load(self.given.model, draft_model=draft, adaptive_drafts=False, max_drafts=DRAFTS)
+        llm = self.load(
+            self.given.model, draft_model=draft, adaptive_drafts=False, max_drafts=DRAFTS
+        )
         prompts = self.ids_BL[:PROMPTS, : WINDOW // 2].tolist()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True), progress=False)
-        counts = [one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of]
+        llm.generate(
+            prompts,
+            SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
+            progress=False,
+        )
+        counts = [
+            one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of
+        ]
         return sum(right for _, right in counts) / max(1, sum(drafted for drafted, _ in counts))
 
 
@@ -157,10 +189,20 @@ def _fewer(num_kv_heads: int) -> int:
 
 
 def table(found: parts.Found) -> str:
-    lines = ["| | bytes | KV bytes a token | PPL | mean KL | top-1 | drafts accepted | s |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | bytes | KV bytes a token | PPL | mean KL | top-1 | drafts accepted | s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name, one in found.items():
         accepted = f"{one['accepted']:.1%}" if "accepted" in one else ""
-        cells = [f"{one['bytes']:,}", f"{one['kv']:,}", f"{one['ppl']:.3f}", f"{one['kl']:.4f}", f"{one['top1']:.1%}", accepted]
+        cells = [
+            f"{one['bytes']:,}",
+            f"{one['kv']:,}",
+            f"{one['ppl']:.3f}",
+            f"{one['kl']:.4f}",
+            f"{one['top1']:.1%}",
+            accepted,
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} | {one['seconds']:.0f} |")
     return "\n".join(lines)
 
@@ -172,7 +214,11 @@ def verdicts(found: parts.Found) -> list[str]:
         for better, worse in EXPECTED
         if better in found and worse in found
     ]
-    drafts = [found[name]["accepted"] for name in ("distilled, soft labels", "a third of the layers") if name in found]
+    drafts = [
+        found[name]["accepted"]
+        for name in ("distilled, soft labels", "a third of the layers")
+        if name in found
+    ]
     if len(drafts) == 2:
         made.append(
             f"{'yes' if drafts[0] > drafts[1] else 'NO '}: of drafts, {drafts[0]:.1%} accepted > {drafts[1]:.1%} undistilled"
@@ -186,7 +232,9 @@ def report(found: parts.Found) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20480, help="held out")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
@@ -200,14 +248,22 @@ def main() -> None:
     parts.add_options(parser)
     given = parser.parse_args()
     if given.merge:
-        report(parts.merged(given, sorted({name for path in given.merge for name in json.loads(path.read_text())})))
+        report(
+            parts.merged(
+                given,
+                sorted({name for path in given.merge for name in json.loads(path.read_text())}),
+            )
+        )
         return
     found = parts.read(given)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder))
         if "original" not in found:
             found["original"] = bench.quality(bench.decoder) | {"seconds": 0.0}
-        print(f"original: {found['original']['ppl']:.3f} on {found['original']['tokens']:,} tokens", flush=True)
+        print(
+            f"original: {found['original']['ppl']:.3f} on {found['original']['tokens']:,} tokens",
+            flush=True,
+        )
         rows = bench.rows()
         for name in parts.chosen(rows, given):
             if name in found:

@@ -2,8 +2,8 @@
 
     python -m bench.recording_cost [--turns 6] [--requests 100] [--model smollm2]
 
-Prints the median ratios of throughput and of the servers' CPU time over the turns, and how long the calls take that the
-server's event loop makes for a request and for a step.
+Prints the median ratios of throughput and of the servers' CPU time over the turns, and how long the
+calls take that the server's event loop makes for a request and for a step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def burst(url: str, num: int) -> float:
     """Seconds for so many requests, eight at a time."""
 
     def one(number: int) -> None:
-        body = {"prompt": f"{number} tides " * 20, "max_tokens": 64, "ignore_eos": True, "temperature": 1.0}
+        body = {
+            "prompt": f"{number} tides " * 20,
+            "max_tokens": 64,
+            "ignore_eos": True,
+            "temperature": 1.0,
+        }
         assert client.post("/v1/completions", json=body).status_code == 200
 
     with httpx.Client(base_url=url, timeout=None) as client, ThreadPoolExecutor(8) as threads:
@@ -61,8 +66,21 @@ def burst(url: str, num: int) -> float:
 
 
 def start(model: str, port: int, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tidemill", "serve", model, "--port", str(port), "--no-request-log", "--speculate", "off"]
-    process = subprocess.Popen([*command, "--threads", "1", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--no-request-log",
+        "--speculate",
+        "off",
+    ]
+    process = subprocess.Popen(
+        [*command, "--threads", "1", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while True:
         with suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
@@ -90,7 +108,9 @@ def calls(folder: Path, model: Path) -> None:
     writer = RecordingWriter(folder / "calls")
     recorder = Recorder(writer, "tiny", model, EngineOptions(model=str(model)))
     names = [f"tenant/cmpl-{number:032x}/0" for number in range(256)]
-    planned = events.StepPlanned(1.0, 1, 256, 512, 256, 0, 256, 0, 100, tuple((name, 1) for name in names))
+    planned = events.StepPlanned(
+        1.0, 1, 256, 512, 256, 0, 256, 0, 100, tuple((name, 1) for name in names)
+    )
     batch: list[Event] = [planned, events.StepDone(1.0, 1, 0.01, 256)]
     print(f"a step of 256 requests: {shown_ms(lambda: recorder.take(batch))}")
     began = time.process_time()
@@ -99,7 +119,9 @@ def calls(folder: Path, model: Path) -> None:
     while writer.num_behind:
         time.sleep(0.01)
     cpu_ms = 1000 * (time.process_time() - began) / _STEPS
-    print(f"the same with its writing: {cpu_ms:.3f} ms of CPU time, {writer.num_bytes / _STEPS:,.0f} bytes")
+    print(
+        f"the same with its writing: {cpu_ms:.3f} ms of CPU time, {writer.num_bytes / _STEPS:,.0f} bytes"
+    )
     core = load_core(EngineOptions(model=str(model)))
     config: EngineConfig = core.config
     ready = Ready(core.model_config, config)
@@ -118,7 +140,9 @@ def calls(folder: Path, model: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--model", help="by default a tiny one, whose steps take a millisecond")
@@ -128,7 +152,10 @@ def main() -> None:
         make(folder / "tiny", "full")
         model = given.model or str(folder / "tiny")
         calls(folder, folder / "tiny")
-        servers = {"plain": start(model, first), "records": start(model, second, "--record", str(folder / "day"))}
+        servers = {
+            "plain": start(model, first),
+            "records": start(model, second, "--record", str(folder / "day")),
+        }
         urls = {"plain": f"http://127.0.0.1:{first}", "records": f"http://127.0.0.1:{second}"}
         try:
             for url in urls.values():
@@ -147,7 +174,9 @@ def main() -> None:
                     f"turn {turn}: throughput {walls[-1]:.3f}, CPU time {cpus[-1]:.3f} of the one that does not record",
                     flush=True,
                 )
-            print(f"median: throughput {statistics.median(walls):.3f}, CPU time {statistics.median(cpus):.3f}")
+            print(
+                f"median: throughput {statistics.median(walls):.3f}, CPU time {statistics.median(cpus):.3f}"
+            )
         finally:
             for server in servers.values():
                 server.terminate()

@@ -3,8 +3,9 @@
     make replay                                      all of it, like then and alone
     python -m bench.replay_gate --every 3 --mode like-then
 
-Bits differ between kinds of CPU kernels, so there is a recording of each kind that releases were made on
-(tests/replay/recordings). On a machine of another kind a load is recorded first, and then computed again.
+Bits differ between kinds of CPU kernels, so there is a recording of each kind that releases were
+made on (tests/replay/recordings). On a machine of another kind a load is recorded first, and then
+computed again.
 """
 
 from __future__ import annotations
@@ -50,15 +51,30 @@ def certify(recording: Path, models: Path, mode: str, every: int) -> Certificate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=[mode.replace(" ", "-") for mode in MODES], help="one of both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mode", choices=[mode.replace(" ", "-") for mode in MODES], help="one of both"
+    )
     parser.add_argument("--every", type=int, default=1, help="compare each so-many-th request")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, recording = Path(name), shipped()
         if recording is None:
-            print(f"no recording is shipped for {machine.detect().kernels or 'torch'}: {_NUM_OWN} requests are recorded here")
-            command = [sys.executable, "-m", "bench.mixed_load", name, "--requests", str(_NUM_OWN), "--smollm2", "10"]
+            print(
+                f"no recording is shipped for {machine.detect().kernels or 'torch'}: {_NUM_OWN} requests are recorded here"
+            )
+            command = [
+                sys.executable,
+                "-m",
+                "bench.mixed_load",
+                name,
+                "--requests",
+                str(_NUM_OWN),
+                "--smollm2",
+                "10",
+            ]
             subprocess.run(command, check=True)
             recording = folder / "day"
         modes = [mode for mode in MODES if given.mode in (None, mode.replace(" ", "-"))]

@@ -1,4 +1,5 @@
-"""The router: what it adds to a request, how many it forwards a second, and whether replicas find prefixes as one server does.
+"""The router: what it adds to a request, how many it forwards a second, and whether replicas find
+prefixes as one server does.
 
 python -m bench.router overhead                                          against a stub server, direct and through it
 python -m bench.router hits --trace mooncake_conversation.jsonl          the policy over simulated engines
@@ -48,7 +49,10 @@ class Stub(asyncio.Protocol):
         self._body = MODELS if url == b"/v1/models" else self.body
 
     def on_message_complete(self) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(self._body)
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(self._body)
+        )
         self._transport.write(head + self._body)
 
 
@@ -80,12 +84,15 @@ class Asking(asyncio.Protocol):
 
 
 def chat_request(number: int, num_chars: int, is_traced: bool = False) -> bytes:
-    """As the openai client sends it. `is_traced`: with a header that differs from request to request."""
+    """As the openai client sends it. `is_traced`: with a header that differs from request to
+    request."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant. " * 8},
         {"role": "user", "content": f"Question {number}. " + "x" * num_chars},
     ]
-    body = json.dumps({"model": "stub", "messages": messages, "max_tokens": 100, "temperature": 0}).encode()
+    body = json.dumps(
+        {"model": "stub", "messages": messages, "max_tokens": 100, "temperature": 0}
+    ).encode()
     names = [
         "accept: application/json",
         "accept-encoding: gzip, deflate",
@@ -95,7 +102,12 @@ def chat_request(number: int, num_chars: int, is_traced: bool = False) -> bytes:
     ]
     names += [f"x-stainless-{i}: value" for i in range(8)]
     names += [f"x-request-id: {number:032x}"] if is_traced else []
-    head = ["POST /v1/chat/completions HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *names]
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: 127.0.0.1",
+        "content-type: application/json",
+        *names,
+    ]
     return "\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
@@ -108,7 +120,9 @@ def cpu_s(pid: int) -> float:
 async def connected(port: int) -> Asking:
     for _ in range(600):
         try:
-            return (await asyncio.get_running_loop().create_connection(Asking, "127.0.0.1", port))[1]
+            return (await asyncio.get_running_loop().create_connection(Asking, "127.0.0.1", port))[
+                1
+            ]
         except OSError:
             await asyncio.sleep(0.1)
     raise TimeoutError(f"nobody listens on port {port}")
@@ -135,22 +149,34 @@ async def overhead(given: argparse.Namespace) -> None:
 
 
 async def measure_overhead(given: argparse.Namespace, port: int, *stubs: int) -> None:
-    started = [subprocess.Popen([sys.executable, "-m", "bench.router", "stub", "--port", str(one)]) for one in stubs]
+    started = [
+        subprocess.Popen([sys.executable, "-m", "bench.router", "stub", "--port", str(one)])
+        for one in stubs
+    ]
     direct = [await connected(one) for one in stubs]  # the router's first check finds them
     urls = [f"http://127.0.0.1:{one}" for one in stubs]
-    router = subprocess.Popen([sys.executable, "-m", "tidemill", "route", *urls, "--port", str(port)], stderr=subprocess.DEVNULL)
+    router = subprocess.Popen(
+        [sys.executable, "-m", "tidemill", "route", *urls, "--port", str(port)],
+        stderr=subprocess.DEVNULL,
+    )
     try:
         through, requests = await connected(port), [chat_request(i, given.chars) for i in range(64)]
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(given.requests):  # interleaved: what else the machine does hits both
             for client, into in ((direct[0], times[0]), (through, times[1])):
                 into.append(await client.ask(requests[number % 64]))
-        print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {len(requests[0])} bytes a request")
+        print(
+            f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {len(requests[0])} bytes a request"
+        )
         for name, into in zip(("direct", "through"), times, strict=True):
             cuts = statistics.quantiles(into, n=100)
-            print(f"{name:8} p50 {1e3 * cuts[49]:7.3f} ms   p90 {1e3 * cuts[89]:7.3f} ms   p99 {1e3 * cuts[98]:7.3f} ms")
+            print(
+                f"{name:8} p50 {1e3 * cuts[49]:7.3f} ms   p90 {1e3 * cuts[89]:7.3f} ms   p99 {1e3 * cuts[98]:7.3f} ms"
+            )
         added = statistics.median(times[1]) - statistics.median(times[0])
-        print(f"added at p50: {1e3 * added:.3f} ms (at least: {1e3 * (min(times[1]) - min(times[0])):.3f} ms)")
+        print(
+            f"added at p50: {1e3 * added:.3f} ms (at least: {1e3 * (min(times[1]) - min(times[0])):.3f} ms)"
+        )
         before = cpu_s(started[0].pid)
         await many(stubs[0], requests, given.connections, given.burst)
         used = cpu_s(started[0].pid) - before
@@ -177,14 +203,23 @@ def num_cached(results: Sequence[SimResult]) -> int:
     """Tokens that were found at the first admission of each request."""
     found = 0
     for result in results:
-        first = {each.request_id: each for each in reversed(result.events) if isinstance(each, events.Admitted)}
+        first = {
+            each.request_id: each
+            for each in reversed(result.events)
+            if isinstance(each, events.Admitted)
+        }
         found += sum(each.num_cached for each in first.values())
     return found
 
 
 def waits_of(results: Sequence[SimResult], arrivals: Sequence[Arrival]) -> list[float]:
     came = {one.request_id: one.arrival_s for one in arrivals}
-    return [times[0] - came[name] for result in results for name, times in result.token_times_s.items() if times]
+    return [
+        times[0] - came[name]
+        for result in results
+        for name, times in result.token_times_s.items()
+        if times
+    ]
 
 
 def run_replicas(
@@ -209,13 +244,17 @@ def run_replicas(
         engines[name].submit(arrival)
     for engine in engines.values():
         engine.run_until(math.inf)
-    return [engine.result() for engine in engines.values()], max(counts.values()) * num / len(arrivals)
+    return [engine.result() for engine in engines.values()], max(counts.values()) * num / len(
+        arrivals
+    )
 
 
 def hits(given: argparse.Namespace) -> None:
     arrivals = conversations(given) if given.trace else questions(given)
     num_prompt = sum(arrival.num_prompt for arrival in arrivals)
-    print(f"{len(arrivals)} requests, {num_prompt:,} prompt tokens; {given.pages:,} pages of {given.page_size} in all")
+    print(
+        f"{len(arrivals)} requests, {num_prompt:,} prompt tokens; {given.pages:,} pages of {given.page_size} in all"
+    )
     print("servers  routing        hits    of one   TTFT p50      p99   busiest")
 
     def config(share: int) -> SimConfig:
@@ -224,37 +263,53 @@ def hits(given: argparse.Namespace) -> None:
             page_size=given.page_size,
         )  # fmt: skip
 
-    def report(num: int, how: str, results: Sequence[SimResult], busiest: float, of_one: float) -> float:
+    def report(
+        num: int, how: str, results: Sequence[SimResult], busiest: float, of_one: float
+    ) -> float:
         found = num_cached(results) / num_prompt
         cuts = statistics.quantiles(waits_of(results, arrivals), n=100)
         part = found / of_one if of_one else 1.0
-        print(f"{num:7}  {how:11} {found:7.2%}  {part:7.1%}   {cuts[49]:6.2f} s {cuts[98]:6.2f} s  {busiest:7.2f}", flush=True)
+        print(
+            f"{num:7}  {how:11} {found:7.2%}  {part:7.1%}   {cuts[49]:6.2f} s {cuts[98]:6.2f} s  {busiest:7.2f}",
+            flush=True,
+        )
         return found
 
-    whole, _ = run_replicas(arrivals, 1, config(1), LinearCost(given.step_ms / 1e3, given.token_ms / 1e3), "turn")
+    whole, _ = run_replicas(
+        arrivals, 1, config(1), LinearCost(given.step_ms / 1e3, given.token_ms / 1e3), "turn"
+    )
     of_one = report(1, "-", whole, 1.0, 0.0)
     for num in given.replicas:
-        cost = LinearCost(given.step_ms / 1e3, given.token_ms / 1e3 * num)  # each has its part of the machine
+        # each has its part of the machine
+        cost = LinearCost(given.step_ms / 1e3, given.token_ms / 1e3 * num)
         for how in ("prefix", "least load", "turn"):
             results, busiest = run_replicas(arrivals, num, config(num), cost, how)
             report(num, how, results, busiest, of_one)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     stub = commands.add_parser("stub")
     stub.add_argument("--port", type=int, required=True)
     measured = commands.add_parser("overhead")
     measured.add_argument("--servers", type=int, default=2)
     measured.add_argument("--requests", type=int, default=3000, help="one after the other")
-    measured.add_argument("--burst", type=int, default=20_000, help="requests over several connections")
+    measured.add_argument(
+        "--burst", type=int, default=20_000, help="requests over several connections"
+    )
     measured.add_argument("--connections", type=int, default=64)
     measured.add_argument("--chars", type=int, default=500, help="of the user's message")
     counted = commands.add_parser("hits")
-    counted.add_argument("--trace", help="mooncake_conversation.jsonl; without it, questions about documents")
+    counted.add_argument(
+        "--trace", help="mooncake_conversation.jsonl; without it, questions about documents"
+    )
     counted.add_argument("--requests", type=int, default=3000, help="of the trace")
-    counted.add_argument("--scale", type=int, default=16, help="by which the trace's lengths are divided")
+    counted.add_argument(
+        "--scale", type=int, default=16, help="by which the trace's lengths are divided"
+    )
     counted.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     counted.add_argument("--documents", type=int, default=60)
     counted.add_argument("--questions", type=int, default=12)
@@ -266,7 +321,9 @@ def main() -> None:
     counted.add_argument("--rows", type=int, default=64)
     counted.add_argument("--budget", type=int, default=2048)
     counted.add_argument("--step-ms", type=float, default=10.0)
-    counted.add_argument("--token-ms", type=float, default=0.05, help="of each token, on the whole machine")
+    counted.add_argument(
+        "--token-ms", type=float, default=0.05, help="of each token, on the whole machine"
+    )
     given = parser.parse_args()
     if given.command == "stub":
         uvloop.run(run_stub(given.port))

@@ -2,10 +2,11 @@
 
     python -m bench.server [--streams 1,32,256] [--tokens 200] [--step-ms 0]
 
-The engine is real except for its runner, which returns a token at once, or after `--step-ms`. Reported per number of concurrent
-streams: requests and tokens per second, tokens per chunk (more than one if the server falls behind), the API
-process's CPU time per token (so: tokens per second that one core could stream), and the time between a stream's chunks. The load
-generator reads raw sockets; with fewer cores than processes the rates are those of all together.
+The engine is real except for its runner, which returns a token at once, or after `--step-ms`.
+Reported per number of concurrent streams: requests and tokens per second, tokens per chunk (more
+than one if the server falls behind), the API process's CPU time per token (so: tokens per second
+that one core could stream), and the time between a stream's chunks. The load generator reads raw
+sockets; with fewer cores than processes the rates are those of all together.
 """
 
 from __future__ import annotations
@@ -63,7 +64,12 @@ def serve(folder: str) -> None:
             return EngineClient(on_events, stall_s, on_pages, start_s, StubLink)
 
     options = EngineOptions(
-        model=folder, served_name="stub", max_requests=256, token_budget=4096, max_context=2048, speculate="off"
+        model=folder,
+        served_name="stub",
+        max_requests=256,
+        token_budget=4096,
+        max_context=2048,
+        speculate="off",
     )
     log, data = RequestLog(Path(folder) / "requests.log"), Storage(Path(folder) / "data", 2**30)
     run_loop(run([Served(options)], Listen(port=PORT), data=data, log=log, fleet=StubFleet()))
@@ -116,7 +122,8 @@ async def one(prompt: int, num_tokens: int, gaps: list[float]) -> tuple[int, int
         }
     ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
     )
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
     num_chunks, last, text = 0, 0.0, b""
@@ -132,7 +139,9 @@ async def one(prompt: int, num_tokens: int, gaps: list[float]) -> tuple[int, int
     return num_chunks, usage["completion_tokens"]
 
 
-async def load(num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, int, int, list[float]]:
+async def load(
+    num_streams: int, num_requests: int, num_tokens: int
+) -> tuple[float, int, int, list[float]]:
     gaps: list[float] = []
     left = asyncio.Semaphore(num_streams)
 
@@ -152,7 +161,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", default="1,32,256")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step of the model")
@@ -165,7 +176,9 @@ def main() -> None:
     make_llama(folder, vocab_size=320, max_position_embeddings=2048)
     byte_tokenizer(folder)
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "STEP_MS": str(arguments.step_ms)}
-    server = subprocess.Popen([sys.executable, "-m", "bench.server", "serve", str(folder)], env=environment)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "bench.server", "serve", str(folder)], env=environment
+    )
     try:
         asyncio.run(wait())
         lines = []
@@ -173,7 +186,9 @@ def main() -> None:
             num_requests = max(20, 2 * num_streams)
             asyncio.run(load(num_streams, num_streams, arguments.tokens))
             before = cpu_seconds(server.pid)
-            seconds, num_chunks, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
+            seconds, num_chunks, num_tokens, gaps = asyncio.run(
+                load(num_streams, num_requests, arguments.tokens)
+            )
             cpu = cpu_seconds(server.pid) - before
             line = {
                 "streams": num_streams,

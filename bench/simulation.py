@@ -1,16 +1,19 @@
-"""The simulator against the engine: calibrate, run loads for real, simulate the same loads, compare.
+"""The simulator against the engine: calibrate, run loads for real, simulate the same loads,
+compare.
 
     python -m bench.simulation                                             smollm2 on this CPU
     python -m bench.simulation --shape smollm2 --layers 8                  random 4-bit weights of its shape, with fewer layers
     python -m bench.simulation --device cuda --shape llama8b               an 8B of random weights on a GPU
     python -m bench.simulation --profile FILE                              with a profile that is there, instead of a new one
 
-No load is used in calibration, and those of HELD_OUT were not looked at either when the parts of the cost model were chosen.
-A part of the calibration comes before each real run, since a machine that others use is not always as fast; the fit sees all
-of them. Every round (--rounds) has requests of its own, and the requests of all rounds count together. On a CPU, time is that
-which this process computes (one thread), since others may use the machine as well. `--out` gets profile.json, real.json,
-results.json, requests.json (of each real run every request: when it came, its first and its last token) and steps.json, every
-measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
+No load is used in calibration, and those of HELD_OUT were not looked at either when the parts of
+the cost model were chosen. A part of the calibration comes before each real run, since a machine
+that others use is not always as fast; the fit sees all of them. Every round (--rounds) has requests
+of its own, and the requests of all rounds count together. On a CPU, time is that which this process
+computes (one thread), since others may use the machine as well. `--out` gets profile.json,
+real.json, results.json, requests.json (of each real run every request: when it came, its first and
+its last token) and steps.json, every measured step: its StepShape, seconds, whether it followed
+another, and the host's seconds.
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ _Load = tuple[list[Item], float, float]
 
 
 def loads(given: argparse.Namespace, vocab: int, context: int, number: int) -> dict[str, _Load]:
-    """By name: requests, how much of what the engine can do they ask for (0: all come at once), and their burstiness. `number`:
-    of the round; each has requests of its own."""
+    """By name: requests, how much of what the engine can do they ask for (0: all come at once), and
+    their burstiness. `number`: of the round; each has requests of its own."""
 
-    def drawn(num: int, prompt: int, output: int, spread: float = 0.5, shared: int = 0, seed: int = 0) -> list[Item]:
+    def drawn(
+        num: int, prompt: int, output: int, spread: float = 0.5, shared: int = 0, seed: int = 0
+    ) -> list[Item]:
         how: dict[str, Any] = {"spread": spread, "vocab": vocab, "seed": seed + 100 * number}
         how["shared_prefix"] = int(shared * given.lengths)
         num, output = max(8, int(num * given.requests)), max(4, int(output * given.outputs))
@@ -84,14 +89,18 @@ def loads(given: argparse.Namespace, vocab: int, context: int, number: int) -> d
     }
 
 
-def run_real(core: EngineCore, items: Sequence[Item], now: Callable[[], float]) -> tuple[list[Record], list[Sample]]:
-    """The engine in this process; where nothing is under way, time goes on to the next arrival at once. Also what its steps took,
-    for a look at where a simulation is off."""
+def run_real(
+    core: EngineCore, items: Sequence[Item], now: Callable[[], float]
+) -> tuple[list[Record], list[Sample]]:
+    """The engine in this process; where nothing is under way, time goes on to the next arrival at
+    once. Also what its steps took, for a look at where a simulation is off."""
     with timed(core, now) as timer:
         return _run_real(core, timer, items, now), timer.samples
 
 
-def _run_real(core: EngineCore, timer: StepTimer, items: Sequence[Item], now: Callable[[], float]) -> list[Record]:
+def _run_real(
+    core: EngineCore, timer: StepTimer, items: Sequence[Item], now: Callable[[], float]
+) -> list[Record]:
     records = [Record(item.at_s, item.at_s, num_prompt=len(item.prompt_ids)) for item in items]
     offset, num_sent, num_done = -now(), 0, 0
     while num_done < len(items):
@@ -135,24 +144,40 @@ def simulated(items: Sequence[Item], config: SimConfig, profile: Profile) -> lis
     records = []
     for i, item in enumerate(items):
         times = result.token_times_s[str(i)]
-        records.append(Record(item.at_s, item.at_s, None, times, times[-1], len(item.prompt_ids), 0, len(times)))
+        records.append(
+            Record(
+                item.at_s, item.at_s, None, times, times[-1], len(item.prompt_ids), 0, len(times)
+            )
+        )
     return records
 
 
 def _arrival(number: int, item: Item) -> Arrival:
-    return Arrival(str(number), item.at_s, len(item.prompt_ids), item.num_output, prompt_ids=tuple(item.prompt_ids))
+    return Arrival(
+        str(number),
+        item.at_s,
+        len(item.prompt_ids),
+        item.num_output,
+        prompt_ids=tuple(item.prompt_ids),
+    )
 
 
-def timed_loads(core: EngineCore, profile: Profile, given: argparse.Namespace, number: int) -> dict[str, list[Item]]:
+def timed_loads(
+    core: EngineCore, profile: Profile, given: argparse.Namespace, number: int
+) -> dict[str, list[Item]]:
     """With arrival times: by how fast the profile says that the requests could be computed."""
     config, made = SimConfig.of(core.config, core.runner.steps_ahead), {}
     only = (given.only or "").replace("held-out", ",".join(HELD_OUT)).split(",")
     vocab = min(core.model_config.vocab_size, 30_000)
-    for name, (items, use, burstiness) in loads(given, vocab, core.config.max_context, number).items():
+    for name, (items, use, burstiness) in loads(
+        given, vocab, core.config.max_context, number
+    ).items():
         if (given.only and name not in only) or not items:
             continue
         if use:
-            capacity = len(items) / max(record.end_s for record in simulated(items, config, profile))
+            capacity = len(items) / max(
+                record.end_s for record in simulated(items, config, profile)
+            )
             items = arriving(items, use * capacity, burstiness=burstiness, seed=3 + 100 * number)
         made[name] = items
     return made
@@ -169,25 +194,39 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
         if profile is None:  # arrivals depend on how fast the machine is, roughly
             calibration.run(0, _PARTS)
             profile = profile_of(core, calibration.samples, name, _machine())
-        for part, (load, items) in enumerate(todo := list(timed_loads(core, profile, given, number).items())):
+        for part, (load, items) in enumerate(
+            todo := list(timed_loads(core, profile, given, number).items())
+        ):
             items_of.setdefault(load, []).append(items)
             if not given.profile:
                 begin, now = time.perf_counter(), given.now()
-                steps["calibration"] = calibration.run(number * len(todo) + part, given.rounds * len(todo))
+                steps["calibration"] = calibration.run(
+                    number * len(todo) + part, given.rounds * len(todo)
+                )
                 took = f"{given.now() - now:.1f} s, {time.perf_counter() - begin:.1f} s by the wall"
-                print(f"calibration {number}.{part}: {len(calibration.samples)} steps, {took}", flush=True)
+                print(
+                    f"calibration {number}.{part}: {len(calibration.samples)} steps, {took}",
+                    flush=True,
+                )
             for own in real.setdefault(load, [[] for _ in range(given.repeats)]):
                 core.scheduler.kv.clear_prefixes()
                 gc.collect()
-                gc.freeze()  # what this script keeps is not for the engine's collections to walk: one took 78 ms of a step
+                # what this script keeps is not for the engine's collections to walk: one took 78 ms
+                # of a step
+                gc.freeze()
                 records, taken = run_real(core, items, given.now)
                 own.append(records)
                 steps[load] = steps.get(load, []) + taken
-            plain = {load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own] for load, own in steps.items()}
+            plain = {
+                load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own]
+                for load, own in steps.items()
+            }
             (given.out / "steps.json").write_text(json.dumps(plain))
             told = {load: [figures(own) for own in runs] for load, runs in real.items()}
             (given.out / "real.json").write_text(json.dumps(told))
-            (given.out / "requests.json").write_text(json.dumps({load: _times(runs) for load, runs in real.items()}))
+            (given.out / "requests.json").write_text(
+                json.dumps({load: _times(runs) for load, runs in real.items()})
+            )
             print(f"{load}: {figures(real[load][0])['throughput']:.1f} tokens/s", flush=True)
     if not given.profile:
         profile = profile_of(core, calibration.samples, name, _machine())
@@ -204,15 +243,31 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
         said = figures([simulated(items, config, profile) for items in rounds])
         runs = [figures(own) for own in real[load]]
         measured = {key: statistics.median(one[key] for one in runs) for key in said}
-        spread = {key: max(one[key] for one in runs) / min(one[key] for one in runs) - 1 for key in said}
+        spread = {
+            key: max(one[key] for one in runs) / min(one[key] for one in runs) - 1 for key in said
+        }
         num = sum(len(items) for items in rounds)
-        lines.append({"load": load, "requests": num, "real": measured, "runs": runs, "spread": spread, "simulated": said})
+        lines.append(
+            {
+                "load": load,
+                "requests": num,
+                "real": measured,
+                "runs": runs,
+                "spread": spread,
+                "simulated": said,
+            }
+        )
     show(lines)
     (given.out / "results.json").write_text(json.dumps(lines, indent=1))
 
 
-def _times(runs: Sequence[Sequence[Sequence[Record]]]) -> list[list[list[tuple[float, float, float]]]]:
-    return [[[(one.due_s, one.token_times_s[0], one.end_s) for one in records] for records in rounds] for rounds in runs]
+def _times(
+    runs: Sequence[Sequence[Sequence[Record]]],
+) -> list[list[list[tuple[float, float, float]]]]:
+    return [
+        [[(one.due_s, one.token_times_s[0], one.end_s) for one in records] for records in rounds]
+        for rounds in runs
+    ]
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
@@ -223,7 +278,11 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
         cells = []
         for name in names:
             own, said = line["real"][name], line["simulated"][name]
-            unit = f"{own:,.0f}, {said:,.0f}" if name == "throughput" else f"{own * 1e3:.2f}, {said * 1e3:.2f} ms"
+            unit = (
+                f"{own:,.0f}, {said:,.0f}"
+                if name == "throughput"
+                else f"{own * 1e3:.2f}, {said * 1e3:.2f} ms"
+            )
             off = said / own - 1
             cells.append(f"{unit} ({off:+.1%}{'' if abs(off) <= TOLERANCE[name] else ' !'})")
         print(f"| {line['load']} | {line['requests']} | {' | '.join(cells)} |")
@@ -235,21 +294,40 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
             f"{name}: within {most:.0%} on {num} of {len(off)} loads, worst {max(off):.1%}, mean {statistics.mean(off):.1%}; "
             f"real runs of the same load are up to {apart:.1%} apart"
         )
-    kept = [line for line in lines if all(abs(line["simulated"][key] / line["real"][key] - 1) <= TOLERANCE[key] for key in names)]
+    kept = [
+        line
+        for line in lines
+        if all(
+            abs(line["simulated"][key] / line["real"][key] - 1) <= TOLERANCE[key] for key in names
+        )
+    ]
     print(f"all four: {len(kept)} of {len(lines)} loads")
 
 
 def write_quantized(folder: Path, shape: dict[str, Any], group: int = 64) -> None:
-    """A Llama of random 4-bit weights, as GPTQ stores them: dense ones would be computed in float32 on a CPU."""
+    """A Llama of random 4-bit weights, as GPTQ stores them: dense ones would be computed in float32
+    on a CPU."""
     import numpy as np
     import torch
     from safetensors.torch import save_file
 
     draw, hidden, inner = np.random.default_rng(0), shape["hidden_size"], shape["intermediate_size"]
-    heads, kv_heads = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
-    attention = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden), "o_proj": (hidden, heads)}
+    heads, kv_heads = (
+        shape["num_attention_heads"] * shape["head_dim"],
+        shape["num_key_value_heads"] * shape["head_dim"],
+    )
+    attention = {
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+    }
     linears = {f"self_attn.{name}": sizes for name, sizes in attention.items()}
-    linears |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    linears |= {
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
     made = {"model.embed_tokens.weight": torch.randn(shape["vocab_size"], hidden).bfloat16()}
     made["model.norm.weight"] = torch.ones(hidden)
     for layer in range(shape["num_hidden_layers"]):
@@ -257,8 +335,12 @@ def write_quantized(folder: Path, shape: dict[str, Any], group: int = 64) -> Non
             begin = f"model.layers.{layer}.{name}"
             codes = draw.integers(-(2**31), 2**31, (width // 8, num_out), dtype=np.int32)
             made[f"{begin}.qweight"] = torch.from_numpy(codes)
-            made[f"{begin}.qzeros"] = torch.full((width // group, num_out // 8), 0x77777777, dtype=torch.int32)
-            made[f"{begin}.scales"] = torch.full((width // group, num_out), 0.005, dtype=torch.float16)
+            made[f"{begin}.qzeros"] = torch.full(
+                (width // group, num_out // 8), 0x77777777, dtype=torch.int32
+            )
+            made[f"{begin}.scales"] = torch.full(
+                (width // group, num_out), 0.005, dtype=torch.float16
+            )
             made[f"{begin}.g_idx"] = torch.arange(width, dtype=torch.int32) // group
         for name in ("input_layernorm", "post_attention_layernorm"):
             made[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
@@ -274,32 +356,63 @@ def _machine() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--shape", choices=tuple(MODELS), help="random weights of this shape, instead of a model")
+    parser.add_argument(
+        "--shape", choices=tuple(MODELS), help="random weights of this shape, instead of a model"
+    )
     parser.add_argument("--layers", type=int, help="of that shape, only so many")
     parser.add_argument("--profile", help="use this one")
     parser.add_argument("--seconds", type=float, help="for calibration")
-    parser.add_argument("--rounds", type=int, help="of calibration and real runs, each with requests of its own")
-    parser.add_argument("--repeats", type=int, default=1, help="of each real run: how far are two of them apart?")
+    parser.add_argument(
+        "--rounds", type=int, help="of calibration and real runs, each with requests of its own"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="of each real run: how far are two of them apart?"
+    )
     parser.add_argument("--lengths", type=float, help="multiplies the lengths of prompts")
     parser.add_argument("--outputs", type=float, help="multiplies the lengths of outputs")
     parser.add_argument("--requests", type=float, help="multiplies their numbers of requests")
     parser.add_argument("--max-context", type=int)
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU: one is disturbed least by others on the machine")
-    parser.add_argument("--clock", choices=("wall", "cpu"), help="cpu: time that this process computes; others do not disturb it")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="on a CPU: one is disturbed least by others on the machine",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        help="cpu: time that this process computes; others do not disturb it",
+    )
     parser.add_argument("--only", help="loads, separated by commas; held-out: those of HELD_OUT")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of profile.json, results.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT", ".")),
+        help="folder of profile.json, results.json",
+    )
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
-    given.now = time.process_time if (given.clock or ("wall" if on_gpu else "cpu")) == "cpu" else time.perf_counter
+    given.now = (
+        time.process_time
+        if (given.clock or ("wall" if on_gpu else "cpu")) == "cpu"
+        else time.perf_counter
+    )
     given.seconds = given.seconds or (25.0 if on_gpu else 45.0)
     given.rounds = given.rounds or (1 if on_gpu else 2)
     given.lengths = given.lengths or (1.0 if on_gpu else 0.05)
     given.outputs = given.outputs or (1.0 if on_gpu else 0.3)
     given.requests = given.requests or (1.0 if on_gpu else 0.4)
-    options: dict[str, Any] = {"device": given.device, "model": given.model, "speculate": "off", "max_waiting": 10**6}
+    options: dict[str, Any] = {
+        "device": given.device,
+        "model": given.model,
+        "speculate": "off",
+        "max_waiting": 10**6,
+    }
     options["max_context"] = given.max_context or (34816 if on_gpu else 2048)
     options["threads"] = None if on_gpu else given.threads
     if given.shape:
@@ -312,7 +425,10 @@ def main() -> None:
         options |= {"model": str(folder), "load_format": "dummy" if on_gpu else "auto"}
     begin = time.perf_counter()
     core = load_core(EngineOptions(**options))
-    print(f"{_machine()}: ready in {time.perf_counter() - begin:.1f} s, {core.config.num_kv_tokens:,} KV tokens", flush=True)
+    print(
+        f"{_machine()}: ready in {time.perf_counter() - begin:.1f} s, {core.config.num_kv_tokens:,} KV tokens",
+        flush=True,
+    )
     given.out.mkdir(parents=True, exist_ok=True)
     run(core, given, given.shape or given.model)
     print(f"wrote {given.out}; all in {time.perf_counter() - begin:.0f} s")

@@ -1,10 +1,11 @@
-"""How much faster than real time one engine is simulated: the shipped costs of an 8B on an H200, several loads, one core.
+"""How much faster than real time one engine is simulated: the shipped costs of an 8B on an H200,
+several loads, one core.
 
     python -m bench.simulation_speed [--traces FOLDER] [--profile h200-llama8b]
     python -m bench.simulation_speed --rows 256        # instead: what the host does for a step in which so many decode
 
-Times are CPU time of this process: on a machine that others use as well, it says more than the clock on the wall.
-`--traces`: a folder with azure_conv_2023.csv and mooncake_conversation.jsonl.
+Times are CPU time of this process: on a machine that others use as well, it says more than the
+clock on the wall. `--traces`: a folder with azure_conv_2023.csv and mooncake_conversation.jsonl.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ def drawn(rate: float, num: int, prompt: int, output: int) -> list[Arrival]:
     draw, at, made = random.Random(1), 0.0, []
     for i in range(num):
         at += draw.expovariate(rate)
-        num_prompt, num_output = (draw.randint(length // 2, length * 3 // 2) for length in (prompt, output))
+        num_prompt, num_output = (
+            draw.randint(length // 2, length * 3 // 2) for length in (prompt, output)
+        )
         made.append(Arrival(f"r{i}", at, num_prompt, num_output))
     return made
 
 
-def run(load: Sequence[Arrival], config: SimConfig, profile: Profile, jumps: bool = True) -> tuple[float, SimEngine]:
+def run(
+    load: Sequence[Arrival], config: SimConfig, profile: Profile, jumps: bool = True
+) -> tuple[float, SimEngine]:
     gc.collect()
     begin = time.process_time()
     engine = SimEngine(config, profile, jumps=jumps, keeps_events=False)
@@ -51,15 +56,18 @@ def run(load: Sequence[Arrival], config: SimConfig, profile: Profile, jumps: boo
 
 
 def host_us(num_rows: int, rounds: int = 5, steps: int = 100) -> float:
-    """Of a step in which so many sequences decode: planning, committing, outputs and events, as in a real engine. The runner does
-    nothing."""
+    """Of a step in which so many sequences decode: planning, committing, outputs and events, as in
+    a real engine. The runner does nothing."""
     clock = VirtualClock()
     runner = SimRunner(LinearCost(fixed_s=0.01), clock, steps_ahead=1, page_size=64)
-    config = SimConfig("continuous", num_rows, 8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1).engine()
+    config = SimConfig(
+        "continuous", num_rows, 8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1
+    ).engine()
     core = EngineCore(EngineComponents(runner, _MODEL), config, clock)
     params = SamplingParams(max_tokens=rounds * steps + 100, temperature=0.0, ignore_eos=True)
     for row in range(num_rows):
-        core.submit(Submit(str(row), [row + 2] * (30 + row % 64), params))  # pages end in different steps
+        # pages end in different steps
+        core.submit(Submit(str(row), [row + 2] * (30 + row % 64), params))
     for _ in range(50):
         core.step()
     took = []
@@ -73,7 +81,9 @@ def host_us(num_rows: int, rounds: int = 5, steps: int = 100) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--profile", default="h200-llama8b")
     parser.add_argument("--requests", type=int, default=2000)
@@ -91,7 +101,9 @@ def main() -> None:
     }
     if given.traces:
         context = {"max_context": config.max_context}
-        loads["Azure conversation"] = arrivals(read_rows(given.traces / "azure_conv_2023.csv", given.requests), **context)
+        loads["Azure conversation"] = arrivals(
+            read_rows(given.traces / "azure_conv_2023.csv", given.requests), **context
+        )
         rows = read_rows(given.traces / "mooncake_conversation.jsonl", given.requests)
         loads["Mooncake, half as fast"] = arrivals(rows, time_scale=2.0, **context)
     print(
@@ -101,7 +113,10 @@ def main() -> None:
     for name, load in loads.items():
         took, engine = run(load, config, profile)
         plain, _ = run(load[: max(len(load) // 10, 2)], config, profile, jumps=False)
-        end, num = engine.clock.now(), sum(1 for _, _, repeats in engine._runner.times if not repeats)
+        end, num = (
+            engine.clock.now(),
+            sum(1 for _, _, repeats in engine._runner.times if not repeats),
+        )
         plain *= len(load) / max(len(load) // 10, 2)
         print(
             f"| {name} | {end:,.0f} | {engine.num_steps:,} | {num:,} | {took:.2f} | **{end / took:,.0f}** | {end / plain:,.0f} |",

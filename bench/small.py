@@ -1,5 +1,5 @@
-"""A small language model of bytes, trained here in minutes: comparisons need weights that were learned, and the default
-model's lie on a grid of 4 bits already.
+"""A small language model of bytes, trained here in minutes: comparisons need weights that were
+learned, and the default model's lie on a grid of 4 bits already.
 
     python -m bench.small FOLDER --steps 1000
 """
@@ -34,12 +34,18 @@ def byte_tokenizer(path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i + 2 for i, char in enumerate(alphabet)} | {"<s>": 0, "</s>": 1}, []))
+    tokenizer = Tokenizer(
+        models.BPE({char: i + 2 for i, char in enumerate(alphabet)} | {"<s>": 0, "</s>": 1}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": "<s>"})
+    )
 
 
 def train_small(folder: Path, steps: int, seed: int = 0, act: str = "silu") -> None:
@@ -57,14 +63,19 @@ def train_small(folder: Path, steps: int, seed: int = 0, act: str = "silu") -> N
     begin = time.perf_counter()
 
     def loss(step: int) -> torch.Tensor:
-        starts = torch.randint(0, len(ids) - _LENGTH, (_BATCH,), generator=torch.Generator().manual_seed(seed + step))
+        starts = torch.randint(
+            0, len(ids) - _LENGTH, (_BATCH,), generator=torch.Generator().manual_seed(seed + step)
+        )
         batch = torch.stack([ids[start : start + _LENGTH] for start in starts.tolist()])
         logits = model(input_ids=batch, use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
     def tick(done: int, value: float) -> None:
         if done % 50 == 0 and not math.isnan(value):
-            print(f"step {done} of {steps}: loss {value:.3f}, {time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                f"step {done} of {steps}: loss {value:.3f}, {time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
 
     schedule = Schedule(steps, 6e-3, settings | {"seed": seed}, folder / "training.safetensors")
     run_steps(model, loss, schedule, tick, lambda: False)
@@ -73,8 +84,9 @@ def train_small(folder: Path, steps: int, seed: int = 0, act: str = "silu") -> N
 
 
 def add_outliers(folder: Path, out: Path, every: int = 32, factor: float = 50.0) -> None:
-    """The same function with a few channels of large activations behind each norm, as trained models of billions of parameters
-    have them: the norm's weights times a factor, the columns that read them divided by it."""
+    """The same function with a few channels of large activations behind each norm, as trained
+    models of billions of parameters have them: the norm's weights times a factor, the columns that
+    read them divided by it."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, out)
@@ -97,7 +109,11 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--act", default="silu", help="of feed-forwards: silu or relu")
-    parser.add_argument("--outliers", type=Path, help="also write it with a few channels of large activations to this folder")
+    parser.add_argument(
+        "--outliers",
+        type=Path,
+        help="also write it with a few channels of large activations to this folder",
+    )
     given = parser.parse_args()
     train_small(given.folder, given.steps, act=given.act)
     if given.outliers:

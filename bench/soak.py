@@ -2,9 +2,10 @@
 
     python -m bench.soak [--minutes 20] [--model smollm2] [--clients 24]
 
-There are more clients than slots, and each sends the next request as soon as it has a response: prompts of all lengths, many with
-a shared prefix, streamed and not, some with structured output, some with several samples, some aborted by their client in the
-middle. Memory and counters are read every few seconds. The verdict is computed; the exit status is 1 if it is bad:
+There are more clients than slots, and each sends the next request as soon as it has a response:
+prompts of all lengths, many with a shared prefix, streamed and not, some with structured output,
+some with several samples, some aborted by their client in the middle. Memory and counters are read
+every few seconds. The verdict is computed; the exit status is 1 if it is bad:
 
 - memory: the resident size of all processes, fitted by a line after the warm-up, grows by less than 3 % over the rest;
 - work: processor time per computed token in the last third is at most 25 % above that in the first, which does not depend
@@ -61,11 +62,21 @@ async def client(run: Run, http: AsyncClient, items: list[Item], seed: int) -> N
     while time.monotonic() < run.end_s:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         item = rng.choice(items)
-        body: dict[str, Any] = {"prompt": item.prompt_ids, "max_tokens": item.num_output, "ignore_eos": True, "stream": True}
+        body: dict[str, Any] = {
+            "prompt": item.prompt_ids,
+            "max_tokens": item.num_output,
+            "ignore_eos": True,
+            "stream": True,
+        }
         if kind == "whole":
             body |= {"stream": False, "n": 2, "logprobs": 2, "temperature": 0.8, "seed": seed}
         elif kind == "structured":
-            body = {"prompt": "How high is the tide? ", "max_tokens": 60, "structured_outputs": {"json": SHAPE}, "stream": True}
+            body = {
+                "prompt": "How high is the tide? ",
+                "max_tokens": 60,
+                "structured_outputs": {"json": SHAPE},
+                "stream": True,
+            }
         try:
             await send(run, http, kind, body, rng.randrange(1, 8))
             run.completed[kind] = run.completed.get(kind, 0) + 1
@@ -73,7 +84,9 @@ async def client(run: Run, http: AsyncClient, items: list[Item], seed: int) -> N
             run.wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
 
-async def send(run: Run, http: AsyncClient, kind: str, body: dict[str, Any], abort_after: int) -> None:
+async def send(
+    run: Run, http: AsyncClient, kind: str, body: dict[str, Any], abort_after: int
+) -> None:
     """One request, with a check of its response."""
     sent = last = time.monotonic()
     num, text = 0, ""
@@ -84,7 +97,9 @@ async def send(run: Run, http: AsyncClient, kind: str, body: dict[str, Any], abo
     async with http.stream("/v1/completions", body) as chunks:
         async for found in chunks:
             now = time.monotonic()
-            (run.gaps if num else run.ttft).append((now - run.begun_s, now - last if num else now - sent))
+            (run.gaps if num else run.ttft).append(
+                (now - run.begun_s, now - last if num else now - sent)
+            )
             num, last, text = num + 1, now, text + found["choices"][0]["text"]
             if kind == "aborted" and num >= abort_after:
                 return
@@ -96,7 +111,11 @@ async def send(run: Run, http: AsyncClient, kind: str, body: dict[str, Any], abo
 
 
 def processes(pid: int) -> list[int]:
-    children = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
     return [pid, *children]
 
 
@@ -105,7 +124,9 @@ def is_engine(pid: int) -> bool:
 
 
 def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    )
 
 
 def cpu_s(pid: int) -> float:
@@ -159,15 +180,27 @@ async def settle(http: AsyncClient) -> dict[str, float]:
     return found
 
 
-async def go(url: str, pid: int, seconds: float, num_clients: int) -> tuple[Run, dict[str, float], dict[str, float]]:
+async def go(
+    url: str, pid: int, seconds: float, num_clients: int
+) -> tuple[Run, dict[str, float], dict[str, float]]:
     items = [
         item
-        for seed, (prompt, output, prefix) in enumerate([(40, 30, 0), (150, 50, 0), (60, 40, 200), (400, 20, 0), (20, 120, 64)])
-        for item in synthetic(60, prompt, output, spread=0.8, shared_prefix=prefix, vocab=300, seed=seed)
+        for seed, (prompt, output, prefix) in enumerate(
+            [(40, 30, 0), (150, 50, 0), (60, 40, 200), (400, 20, 0), (20, 120, 64)]
+        )
+        for item in synthetic(
+            60, prompt, output, spread=0.8, shared_prefix=prefix, vocab=300, seed=seed
+        )
     ]
     async with AsyncClient(url, keep_alive=False) as http:
         run = Run(time.monotonic(), 0.0)
-        await send(run, http, "streamed", {"prompt": "x", "max_tokens": 2, "stream": True, "ignore_eos": True}, 0)
+        await send(
+            run,
+            http,
+            "streamed",
+            {"prompt": "x", "max_tokens": 2, "stream": True, "ignore_eos": True},
+            0,
+        )
         before = await settle(http)
         run = Run(time.monotonic(), time.monotonic() + seconds)
         sampling = asyncio.create_task(sample(run, http, pid))
@@ -189,22 +222,34 @@ def by_minute(points: list[tuple[float, float]], seconds: float) -> list[dict[st
     found = []
     for number in range(int(seconds / width)):
         values = [value for at, value in points if number * width <= at < (number + 1) * width]
-        found.append({"at_s": (number + 0.5) * width} | {f"p{p}_ms": 1000 * percentile(values, p) for p in (50, 90, 99)})
+        found.append(
+            {"at_s": (number + 0.5) * width}
+            | {f"p{p}_ms": 1000 * percentile(values, p) for p in (50, 90, 99)}
+        )
     return found
 
 
-def judge(run: Run, before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, Any]:
+def judge(
+    run: Run, before: dict[str, float], after: dict[str, float], seconds: float
+) -> dict[str, Any]:
     late = [one for one in run.samples if one["at_s"] >= WARM_UP * seconds]
-    times, sizes = [one["at_s"] for one in late], [one["server_mb"] + one["engine_mb"] for one in late]
+    times, sizes = (
+        [one["at_s"] for one in late],
+        [one["server_mb"] + one["engine_mb"] for one in late],
+    )
     slope, start = statistics.linear_regression(times, sizes)
     growth = slope * (times[-1] - times[0]) / (start + slope * times[0])
 
     def work(begin: float, end: float) -> float:
         part = [one for one in run.samples if begin * seconds <= one["at_s"] <= end * seconds]
-        return (part[-1]["cpu_s"] - part[0]["cpu_s"]) / (part[-1]["computed_tokens_total"] - part[0]["computed_tokens_total"])
+        return (part[-1]["cpu_s"] - part[0]["cpu_s"]) / (
+            part[-1]["computed_tokens_total"] - part[0]["computed_tokens_total"]
+        )
 
     def gap(begin: float, end: float) -> float:
-        return percentile([value for at, value in run.gaps if begin * seconds <= at < end * seconds], 50)
+        return percentile(
+            [value for at, value in run.gaps if begin * seconds <= at < end * seconds], 50
+        )
 
     thirds = [WARM_UP, WARM_UP + (1 - WARM_UP) / 3, WARM_UP + 2 * (1 - WARM_UP) / 3, 1.0]
     more_work = work(thirds[2], thirds[3]) / work(thirds[0], thirds[1]) - 1
@@ -214,7 +259,9 @@ def judge(run: Run, before: dict[str, float], after: dict[str, float], seconds: 
         "memory": growth < 0.03,
         "work": more_work < 0.25,
         "latency": more_gap < 1.0,
-        "integrity": not run.wrong and balanced and after["kv_pages_free"] == before["kv_pages_free"],
+        "integrity": not run.wrong
+        and balanced
+        and after["kv_pages_free"] == before["kv_pages_free"],
     }
     return {
         "verdict": verdict,
@@ -242,22 +289,38 @@ def draw(found: dict[str, Any], title: str, path: Path) -> None:
     for name, label in (("engine_mb", "engine"), ("server_mb", "server and its workers")):
         axes[0].plot(minutes, [one[name] for one in samples], label=label)
     axes[0].set(ylabel="resident, MiB", ylim=(0, None), title=title)
-    for axis, name, label in ((axes[1], "ttft", "time to first token, ms"), (axes[2], "gap", "between tokens, ms")):
+    for axis, name, label in (
+        (axes[1], "ttft", "time to first token, ms"),
+        (axes[2], "gap", "between tokens, ms"),
+    ):
         for percent in ("p50_ms", "p90_ms", "p99_ms"):
-            axis.plot([one["at_s"] / 60 for one in found[name]], [one[percent] for one in found[name]], label=percent[:-3])
+            axis.plot(
+                [one["at_s"] / 60 for one in found[name]],
+                [one[percent] for one in found[name]],
+                label=percent[:-3],
+            )
         axis.set(ylabel=label, ylim=(0, None))
     axes[3].plot(minutes, [one["requests_running"] for one in samples], label="running")
     axes[3].plot(minutes, [one["requests_waiting"] for one in samples], label="queued")
-    axes[3].plot(minutes, [one["load"] for one in samples], label="load of the whole machine", color="#999999")
+    axes[3].plot(
+        minutes,
+        [one["load"] for one in samples],
+        label="load of the whole machine",
+        color="#999999",
+    )
     axes[3].set(ylabel="requests", ylim=(0, None), xlabel="minutes")
-    for axis, place in zip(axes, ("center right", "upper right", "upper right", "lower center"), strict=True):
+    for axis, place in zip(
+        axes, ("center right", "upper right", "upper right", "lower center"), strict=True
+    ):
         axis.grid(alpha=0.3)
         axis.legend(loc=place, fontsize=8, ncol=3)
     _save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--clients", type=int, default=24)
@@ -269,8 +332,17 @@ def main() -> None:
 
 
 def soak(given: argparse.Namespace, port: int) -> None:
-    # Few enough pages that all are in use by the end of the warm-up: a page takes memory when it is first written.
-    options = ["--port", str(port), "--kv-memory", "128MiB", "--max-requests", "16", "--no-request-log"]
+    # Few enough pages that all are in use by the end of the warm-up: a page takes memory when it is
+    # first written.
+    options = [
+        "--port",
+        str(port),
+        "--kv-memory",
+        "128MiB",
+        "--max-requests",
+        "16",
+        "--no-request-log",
+    ]
     server = subprocess.Popen([sys.executable, "-m", "tidemill", "serve", given.model, *options])
     try:
         url = f"http://127.0.0.1:{port}"
@@ -283,7 +355,16 @@ def soak(given: argparse.Namespace, port: int) -> None:
     found |= {"exit_status": status, "model": given.model, "clients": given.clients}
     given.json.write_text(json.dumps(found, indent=1))
     draw(found, f"{given.clients} clients on {given.model}, {given.minutes:g} minutes", given.plot)
-    print(json.dumps({name: value for name, value in found.items() if name not in ("samples", "ttft", "gap")}, indent=1))
+    print(
+        json.dumps(
+            {
+                name: value
+                for name, value in found.items()
+                if name not in ("samples", "ttft", "gap")
+            },
+            indent=1,
+        )
+    )
     sys.exit(0 if all(found["verdict"].values()) and status == 0 else 1)
 
 

@@ -1,9 +1,11 @@
-"""What speculation saves on the CPU at hand: the same requests without it and with it, in turns; every token is compared.
+"""What speculation saves on the CPU at hand: the same requests without it and with it, in turns;
+every token is compared.
 
     python -m bench.speculation [--speculate auto] [--turns 3] [--requests 1] [--model smollm2]
 
-Prompts of two kinds: what follows copies from the prompt (code, JSON records, a text that is quoted), or it does not. Each is
-asked with a salt of its own, so that no earlier output helps, and then once more with the same salt.
+Prompts of two kinds: what follows copies from the prompt (code, JSON records, a text that is
+quoted), or it does not. Each is asked with a salt of its own, so that no earlier output helps, and
+then once more with the same salt.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def variance(values):
 def deviation(values):
     return variance(values) ** 0.5
 """
-RECORDS = [{"id": i, "name": f"item {i}", "price": 5, "in_stock": True, "tags": ["new", "sale"]} for i in range(6)]
+RECORDS = [
+    {"id": i, "name": f"item {i}", "price": 5, "in_stock": True, "tags": ["new", "sale"]}
+    for i in range(6)
+]
 TEXT = (
     "The mill stands where the river meets the sea. At high tide its pond fills through a gate that the water itself pushes "
     "open; at low tide the gate is shut and the pond turns the wheel. The miller works when the moon says so, twice a day, an "
@@ -60,7 +65,11 @@ FREE = {
 
 
 def run(
-    core: EngineCore, prompts: dict[str, list[int]], num_requests: int, num_tokens: int, salt: str = ""
+    core: EngineCore,
+    prompts: dict[str, list[int]],
+    num_requests: int,
+    num_tokens: int,
+    salt: str = "",
 ) -> tuple[float, dict[str, list[int]], int, int]:
     """Seconds of decoding, answers, drafts, drafts that were right; `num_requests` at a time."""
     seconds, answers, num_drafts, num_right = 0.0, {name: list[int]() for name in prompts}, 0, 0
@@ -87,7 +96,9 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--draft-model")
@@ -96,7 +107,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--json")
     given = parser.parse_args()
-    options = EngineOptions(model=given.model, speculate=given.speculate, draft_model=given.draft_model, kv_memory_bytes=2**29)
+    options = EngineOptions(
+        model=given.model,
+        speculate=given.speculate,
+        draft_model=given.draft_model,
+        kv_memory_bytes=2**29,
+    )
     core = load_core(options)
     drafting = core.part(Drafting)
     tokenizer = Tokenizer.load(inspect(given.model)[0].path)
@@ -104,7 +120,9 @@ def main() -> None:
     for kind, texts in (("copying", COPYING), ("free", FREE)):
         for name, text in texts.items():
             if kind == "free":
-                text = tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+                text = tokenizer.render_chat(
+                    [{"role": "user", "content": text}], add_generation_prompt=True
+                )
             prompt = tokenizer.encode(text)
             prompts = {f"{name}{i}": prompt for i in range(given.requests)}
             best: dict[str, float] = {}
@@ -113,19 +131,34 @@ def main() -> None:
             for turn in range(given.turns):
                 for how in ("off", "first", "again"):
                     core.use(*core.parts_but(Drafting), *[drafting] * (how != "off"))
-                    seconds, answers, *counts[how] = run(core, prompts, given.requests, given.tokens, f"{name}{turn}")
+                    seconds, answers, *counts[how] = run(
+                        core, prompts, given.requests, given.tokens, f"{name}{turn}"
+                    )
                     assert not expected or answers == expected, "drafts changed a token"
                     expected = answers
                     best[how] = min(best.get(how, seconds), seconds)
-            line: dict[str, Any] = {"kind": kind, "prompt": name, "gain": best["off"] / best["first"]}
-            line |= {"drafts": counts["first"][0], "right": counts["first"][1], "again": best["off"] / best["again"]}
+            line: dict[str, Any] = {
+                "kind": kind,
+                "prompt": name,
+                "gain": best["off"] / best["first"],
+            }
+            line |= {
+                "drafts": counts["first"][0],
+                "right": counts["first"][1],
+                "again": best["off"] / best["again"],
+            }
             lines.append(line)
             drafts = f"{line['right']} of {line['drafts']} drafts right"
-            print(f"{kind:8} {name:8} {line['gain']:.2f} x; {drafts}; again {line['again']:.2f} x", flush=True)
+            print(
+                f"{kind:8} {name:8} {line['gain']:.2f} x; {drafts}; again {line['again']:.2f} x",
+                flush=True,
+            )
     for kind in ("copying", "free"):
         for key in ("gain", "again"):
             gains = [line[key] for line in lines if line["kind"] == kind]
-            print(f"{kind} {key}: {min(gains):.2f} to {max(gains):.2f}, mean {sum(gains) / len(gains):.2f}")
+            print(
+                f"{kind} {key}: {min(gains):.2f} to {max(gains):.2f}, mean {sum(gains) / len(gains):.2f}"
+            )
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

@@ -1,9 +1,10 @@
-"""Cold start and memory of the server: seconds from the command to the first token, and resident memory under load.
+"""Cold start and memory of the server: seconds from the command to the first token, and resident
+memory under load.
 
     python -m bench.start --requests 16
 
-The server is started three times as a user would (`tidemill serve`); the last one then serves all requests at once. Memory is
-the high-water mark of the server and of its engine process.
+The server is started three times as a user would (`tidemill serve`); the last one then serves all
+requests at once. Memory is the high-water mark of the server and of its engine process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def start(port: int, model: str) -> tuple[subprocess.Popen[bytes], float]:
     begin = time.perf_counter()
     command = [str(Path(sys.executable).with_name("tidemill")), "serve", model, "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    question = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 4}
+    question = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "max_tokens": 4,
+    }
     while process.poll() is None:
         try:
             reply = post(port, "/v1/chat/completions", question)
@@ -55,7 +61,9 @@ def peak_mb(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--requests", type=int, default=16)
@@ -78,7 +86,12 @@ def main() -> None:
             "temperature": 0,
             "repetition_penalty": 1,
         }
-        assert json.loads(post(given.port, "/v1/completions", body).read())["usage"]["completion_tokens"] == 128
+        assert (
+            json.loads(post(given.port, "/v1/completions", body).read())["usage"][
+                "completion_tokens"
+            ]
+            == 128
+        )
 
     threads = [threading.Thread(target=send, args=(i,)) for i in range(given.requests)]
     for thread in threads:
@@ -90,7 +103,9 @@ def main() -> None:
     process.send_signal(signal.SIGTERM)
     process.wait()
     print(f"command to first token: {statistics.median(seconds):.2f} s (median of {STARTS})")
-    print(f"resident with {given.requests} requests: {server + engine:.0f} MB (engine {engine:.0f}, server {server:.0f})")
+    print(
+        f"resident with {given.requests} requests: {server + engine:.0f} MB (engine {engine:.0f}, server {server:.0f})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""A model twice as large as the memory for its weights: how much of the disk's read rate streaming reaches, and what it costs.
+"""A model twice as large as the memory for its weights: how much of the disk's read rate streaming
+reaches, and what it costs.
 
     python -m bench.streaming [--gigabytes 2] [--share 0.5] [--kind layers|experts|neurons] [--folder FOLDER] [--rounds 3]
 
-Random weights of a Llama (or of a mixture of experts) are written to FOLDER and streamed from there; each engine is a process
-of its own. Rates are measured in turns: the disk alone, read past the page cache (O_DIRECT) by as many threads and in such pieces
-as streaming uses and by more, the best of them; then decode steps of one request and of 32. Memory is the anonymous memory of the
-process, less what it had before the model was loaded. The tokens of both engines are compared. With neurons: a Llama with ReLU
-whose gates have a bias, so that about a tenth of its neurons is not zero; streamed by neuron, and for comparison by layer.
+Random weights of a Llama (or of a mixture of experts) are written to FOLDER and streamed from
+there; each engine is a process of its own. Rates are measured in turns: the disk alone, read past
+the page cache (O_DIRECT) by as many threads and in such pieces as streaming uses and by more, the
+best of them; then decode steps of one request and of 32. Memory is the anonymous memory of the
+process, less what it had before the model was loaded. The tokens of both engines are compared. With
+neurons: a Llama with ReLU whose gates have a bias, so that about a tenth of its neurons is not
+zero; streamed by neuron, and for comparison by layer.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _TOKENS = 5
 
 def settings(gigabytes: float, kind: str) -> dict[str, Any]:
     """Of a model of bfloat16 weights with about so many bytes."""
-    width = int((gigabytes * 1e9 / 2 / _LAYERS / 11) ** 0.5) // 64 * 64  # a layer has about 11 width² values
+    # a layer has about 11 width² values
+    width = int((gigabytes * 1e9 / 2 / _LAYERS / 11) ** 0.5) // 64 * 64
     common = {
         "vocab_size": _VOCABULARY, "hidden_size": width, "num_hidden_layers": _LAYERS, "num_attention_heads": width // 64,
         "num_key_value_heads": width // 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "bos_token_id": 0,
@@ -41,7 +45,10 @@ def settings(gigabytes: float, kind: str) -> dict[str, Any]:
             "mlp_bias": True,
         }  # fmt: skip
     if kind == "layers":
-        return common | {"architectures": ["LlamaForCausalLM"], "intermediate_size": int(2.33 * width) // 64 * 64}
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "intermediate_size": int(2.33 * width) // 64 * 64,
+        }
     return common | {
         "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": width, "moe_intermediate_size": width // 8 // 8 * 8,
         "num_experts": 32, "num_experts_per_tok": 4, "head_dim": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -60,14 +67,23 @@ def write_relu(folder: Path, config: dict[str, Any]) -> None:
     def matrix(num_out: int, num_in: int) -> torch.Tensor:
         return torch.randn(num_out, num_in, generator=source).mul_(num_in**-0.5).bfloat16()
 
-    tensors = {"model.embed_tokens.weight": matrix(_VOCABULARY, width) * width**0.5, "model.norm.weight": torch.ones(width)}
+    tensors = {
+        "model.embed_tokens.weight": matrix(_VOCABULARY, width) * width**0.5,
+        "model.norm.weight": torch.ones(width),
+    }
     for layer in range(_LAYERS):
         name = f"model.layers.{layer}"
         for part in "qkvo":
             tensors[f"{name}.self_attn.{part}_proj.weight"] = matrix(width, width)
-        for part, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+        for part, shape in {
+            "gate": (inner, width),
+            "up": (inner, width),
+            "down": (width, inner),
+        }.items():
             tensors[f"{name}.mlp.{part}_proj.weight"] = matrix(*shape)
-            tensors[f"{name}.mlp.{part}_proj.bias"] = torch.full((shape[0],), -1.28 if part == "gate" else 0.0)
+            tensors[f"{name}.mlp.{part}_proj.bias"] = torch.full(
+                (shape[0],), -1.28 if part == "gate" else 0.0
+            )
         for part in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}.{part}.weight"] = torch.ones(width)
     save_file(tensors, folder / "model.safetensors")
@@ -86,7 +102,10 @@ def disk_rate(path: Path, num_readers: int, piece: int, most: int = 2**31) -> fl
 
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = min(most, os.fstat(fd).st_size) // piece * piece
-    offsets, buffers = iter(range(0, size, piece)), [mmap.mmap(-1, piece) for _ in range(num_readers)]
+    offsets, buffers = (
+        iter(range(0, size, piece)),
+        [mmap.mmap(-1, piece) for _ in range(num_readers)],
+    )
 
     def work(buffer: mmap.mmap) -> None:
         for offset in offsets:  # of which each thread takes the next
@@ -119,7 +138,8 @@ class Engine:
         self.held = anonymous_bytes() - before
 
     def tokens(self, num_requests: int, steps: int = _TOKENS) -> tuple[list[list[int]], float, int]:
-        """Greedy tokens of some requests, seconds of a decode step, and bytes that were read in all of those steps."""
+        """Greedy tokens of some requests, seconds of a decode step, and bytes that were read in all
+        of those steps."""
         from tidemill.types.sampling import SamplingParams
         from tidemill.types.wire import Submit
 
@@ -144,7 +164,11 @@ class Engine:
     @property
     def bytes_read(self) -> int:
         streaming = self.core.runner.model.streaming  # type: ignore[attr-defined]
-        return 0 if streaming is None or streaming.stream is None else int(streaming.stream.figures.num_bytes)
+        return (
+            0
+            if streaming is None or streaming.stream is None
+            else int(streaming.stream.figures.num_bytes)
+        )
 
 
 def child(folder: Path, budget: int | None, rounds: int, by_layer: bool) -> dict[str, Any]:
@@ -153,17 +177,32 @@ def child(folder: Path, budget: int | None, rounds: int, by_layer: bool) -> dict
 
     engine = Engine(folder, budget, by_layer)
     model, result = engine.core.runner.model, dict[str, Any]()  # type: ignore[attr-defined]
-    result |= {"load_s": engine.load_s, "held": engine.held, "tokens": [engine.tokens(1)[0], engine.tokens(32)[0]]}
-    result |= {"weights": resident_bytes(model), "speed": {1: [], 32: []}, "rate": {1: [], 32: []}, "disk": []}
+    result |= {
+        "load_s": engine.load_s,
+        "held": engine.held,
+        "tokens": [engine.tokens(1)[0], engine.tokens(32)[0]],
+    }
+    result |= {
+        "weights": resident_bytes(model),
+        "speed": {1: [], 32: []},
+        "rate": {1: [], 32: []},
+        "disk": [],
+    }
     result["step"] = {}
     if model.streaming is not None:
         stream = model.streaming
-        result |= {"counted": stream.held_bytes, "streamed": stream.streamed_bytes, "fixed": stream.fixed_bytes}
+        result |= {
+            "counted": stream.held_bytes,
+            "streamed": stream.streamed_bytes,
+            "fixed": stream.fixed_bytes,
+        }
     for _ in range(rounds):
         if model.streaming is not None:
             time.sleep(0.3)  # until what was read ahead is there
             path = model.streaming.store.file.path
-            result["disk"].append(max(disk_rate(path, *how) for how in ((4, 2**20), (8, 2**20), (4, 2**22))))
+            result["disk"].append(
+                max(disk_rate(path, *how) for how in ((4, 2**20), (8, 2**20), (4, 2**22)))
+            )
         for num in (1, 32):
             _, seconds, num_bytes = engine.tokens(num)
             result["speed"][num].append(num * (_TOKENS - 1) / seconds)
@@ -203,8 +242,12 @@ def report(whole: dict[str, Any], half: dict[str, Any], again: dict[str, Any], b
         f"weights {whole['weights'] / gb:.2f} GB; allowed {budget / gb:.2f} GB; tokens equal: {whole['tokens'] == half['tokens']}"
     )
     extra = (half["held"] - half["counted"]) / 2**20
-    print(f"memory: {half['counted'] / gb:.2f} GB of weights held; the process grew by {half['held'] / gb:.2f} GB, of which")
-    print(f"  {extra:.0f} MiB are KV cache, activations and the rest; with all weights in memory by {whole['held'] / gb:.2f} GB")
+    print(
+        f"memory: {half['counted'] / gb:.2f} GB of weights held; the process grew by {half['held'] / gb:.2f} GB, of which"
+    )
+    print(
+        f"  {extra:.0f} MiB are KV cache, activations and the rest; with all weights in memory by {whole['held'] / gb:.2f} GB"
+    )
     print(
         f"start: {whole['load_s']:.1f} s in memory, {half['load_s']:.1f} s with a new file, {again['load_s']:.1f} s with it there"
     )
@@ -215,12 +258,18 @@ def report(whole: dict[str, Any], half: dict[str, Any], again: dict[str, Any], b
             f"{num:>8}  {mid(again['disk']) / gb:9.2f}  {mid(again['rate'][num]) / gb:13.2f}  {mid(shares):5.0%}  "
             f"{mid(again['speed'][num]):14.2f}  {mid(whole['speed'][num]):15.2f}"
         )
-    print(f"read in a step: {again['step']['1'] / 1e6:.1f} MB with 1 request, {again['step']['32'] / 1e6:.1f} MB with 32")
-    print(f"units asked for {again['asked']}, read {again['read']}; in no slot {again['missed']}, foreseen {again['foreseen']}")
+    print(
+        f"read in a step: {again['step']['1'] / 1e6:.1f} MB with 1 request, {again['step']['32'] / 1e6:.1f} MB with 32"
+    )
+    print(
+        f"units asked for {again['asked']}, read {again['read']}; in no slot {again['missed']}, foreseen {again['foreseen']}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--kind", choices=("layers", "experts", "neurons"), default="layers")
@@ -245,7 +294,12 @@ def main() -> None:
         report(whole, half, apart(folder, budget, given.rounds), budget)
         if given.kind == "neurons":
             print("by layer, with the same memory:")
-            report(whole, apart(folder, budget, 1, True), apart(folder, budget, given.rounds, True), budget)
+            report(
+                whole,
+                apart(folder, budget, 1, True),
+                apart(folder, budget, given.rounds, True),
+                budget,
+            )
 
 
 if __name__ == "__main__":

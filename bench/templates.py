@@ -1,10 +1,10 @@
-"""Compares prompts with those of Transformers: `python -m bench.templates FOLDER`, which has *.jinja files or
-folders of tokenizers.
+"""Compares prompts with those of Transformers: `python -m bench.templates FOLDER`, which has
+*.jinja files or folders of tokenizers.
 
-Each template renders a fixed set of conversations, as an OpenAI client sends them, without and with the beginning
-of an answer. Transformers gets the arguments of calls as objects, as its documentation asks for. Where a template
-fails on a form or writes it as Python does, Transformers gets another: arguments as text, an empty text for null,
-parts joined to one text.
+Each template renders a fixed set of conversations, as an OpenAI client sends them, without and with
+the beginning of an answer. Transformers gets the arguments of calls as objects, as its
+documentation asks for. Where a template fails on a form or writes it as Python does, Transformers
+gets another: arguments as text, an empty text for null, parts joined to one text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ TOOLS = [
             "description": "The weather of a city, <b>now</b>.",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string", "description": "Zürich, for example"}, "days": {"type": "integer"}},
+                "properties": {
+                    "city": {"type": "string", "description": "Zürich, for example"},
+                    "days": {"type": "integer"},
+                },
                 "required": ["city"],
             },
         },
@@ -40,7 +43,12 @@ _PYTHON = ("{'", "None", '"type": "text"')  # of a value that was not expected
 USER = {"role": "user", "content": "What's the weather in Zürich?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "Sunny."}
-RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": '{"sky": "clear"}'}
+RESULT = {
+    "role": "tool",
+    "tool_call_id": "call00001",
+    "name": "weather",
+    "content": '{"sky": "clear"}',
+}
 MORE = {"role": "user", "content": "Thanks.\n  And tomorrow?"}
 
 
@@ -85,11 +93,21 @@ def _forms(messages: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str,
                 message["content"] = ""
             for call in message.get("tool_calls") or [] if not as_text else []:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        names = [name for name, used in (("parts joined", joined), ("null empty", empty), ("arguments as text", as_text)) if used]
+        names = [
+            name
+            for name, used in (
+                ("parts joined", joined),
+                ("null empty", empty),
+                ("arguments as text", as_text),
+            )
+            if used
+        ]
         yield ", ".join(names), made
 
 
-def _ours(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, goes_on: bool) -> str | None:
+def _ours(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, goes_on: bool
+) -> str | None:
     """None: refused."""
     try:
         return template.render(messages, tools, TOKENS | {"add_generation_prompt": goes_on})
@@ -101,16 +119,22 @@ def _theirs(source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bo
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered, _ = render_jinja_template([messages], tools, chat_template=source, add_generation_prompt=goes_on, **TOKENS)
+        rendered, _ = render_jinja_template(
+            [messages], tools, chat_template=source, add_generation_prompt=goes_on, **TOKENS
+        )
     except Exception:  # of the template
         return None
     return str(rendered[0])
 
 
-def compare(source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bool) -> tuple[str, str | None, str | None]:
+def compare(
+    source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bool
+) -> tuple[str, str | None, str | None]:
     """Returns the kind of difference, and both prompts."""
     ours = _ours(ChatTemplate(source), messages, tools, goes_on)
-    first, *others = ((form, _theirs(source, made, tools, goes_on)) for form, made in _forms(messages))
+    first, *others = (
+        (form, _theirs(source, made, tools, goes_on)) for form, made in _forms(messages)
+    )
     theirs = first[1]
     if ours == theirs:
         return ("same" if ours is not None else "both refuse"), ours, theirs
@@ -119,7 +143,17 @@ def compare(source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bo
             if ours is not None and text == ours:
                 return f"same, {form}", ours, text
         theirs = next((text for _, text in others if text is not None), None)
-    return ("only ours renders" if theirs is None else "only theirs renders" if ours is None else "differs"), ours, theirs
+    return (
+        (
+            "only ours renders"
+            if theirs is None
+            else "only theirs renders"
+            if ours is None
+            else "differs"
+        ),
+        ours,
+        theirs,
+    )
 
 
 def sources(folder: Path) -> dict[str, str]:

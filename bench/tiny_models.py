@@ -1,4 +1,5 @@
-"""Small random models of each kind of KV cache, the same bits on every machine: weights are fractions of whole numbers.
+"""Small random models of each kind of KV cache, the same bits on every machine: weights are
+fractions of whole numbers.
 
 python -m bench.tiny_models FOLDER
 """
@@ -16,13 +17,29 @@ import torch
 from tests.helpers import byte_tokenizer
 
 _VOCABULARY = 320
-_COMMON = {"vocab_size": _VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}
-_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_COMMON = {
+    "vocab_size": _VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 _STATES = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 # By name: the architecture's configuration in Transformers, its model, and what is not common.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "full": ("LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 3, "max_position_embeddings": 2048}),
@@ -72,7 +89,9 @@ def make(folder: Path, kind: str, seed: int = 0, wide: bool = False) -> None:
     rng = np.random.default_rng(seed)
     for name, weight in sorted(model.named_parameters()):
         if "norm" in name:
-            weight.data = 1 + whole_numbers(rng, tuple(weight.shape), 0.25) - (0 if kind == "full" else 1)
+            weight.data = (
+                1 + whole_numbers(rng, tuple(weight.shape), 0.25) - (0 if kind == "full" else 1)
+            )
         else:
             weight.data = whole_numbers(rng, tuple(weight.shape), 0.1 if wide else 0.5)
     model.save_pretrained(folder)
@@ -96,12 +115,19 @@ def make_adapter(folder: Path, base: Path, seed: int, rank: int = 4) -> None:
                 tensors[f"{prefix}.lora_B.weight"] = whole_numbers(rng, (rows, rank), 0.5)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(_ADAPTED), "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(_ADAPTED),
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def make_all(folder: Path, wide: bool = False) -> None:
-    """All kinds, and two adapters of the first; what is there already is left as it is. `wide`: for a GPU."""
+    """All kinds, and two adapters of the first; what is there already is left as it is. `wide`: for
+    a GPU."""
     for number, kind in enumerate(KINDS):
         if not (folder / kind / "tokenizer.json").exists():
             make(folder / kind, kind, seed=number, wide=wide)
@@ -111,7 +137,9 @@ def make_all(folder: Path, wide: bool = False) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     make_all(parser.parse_args().folder)
 

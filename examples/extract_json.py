@@ -1,4 +1,5 @@
-"""Extraction in several turns: a conversation about one text, in which each reply is JSON of its own schema.
+"""Extraction in several turns: a conversation about one text, in which each reply is JSON of its
+own schema.
 
 python examples/extract_json.py [--model MODEL | --url URL]
 """
@@ -21,7 +22,12 @@ turns on most days, for about four hours after high water."""
 
 
 def record(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 NAME = {"type": "string", "maxLength": 40}

@@ -1,4 +1,5 @@
-"""A judge with branches: an essay is read once, graded on several dimensions at once, and the grades are summed up.
+"""A judge with branches: an essay is read once, graded on several dimensions at once, and the
+grades are summed up.
 
 python examples/judge.py [--model MODEL | --url URL]
 """
@@ -29,7 +30,9 @@ def judge(s: State) -> None:
     s += "Read this essay.\n\n" + ESSAY + "\n"
     branches = s.fork(len(DIMENSIONS))
     for dimension, branch in zip(DIMENSIONS, branches, strict=True):
-        branch += f"A remark on its {dimension}:" + gen("remark", max_tokens=32, temperature=0, stop="\n")
+        branch += f"A remark on its {dimension}:" + gen(
+            "remark", max_tokens=32, temperature=0, stop="\n"
+        )
         branch += f"\nIts {dimension} is" + select("grade", GRADES)
     join(branches)
     for dimension, grade in zip(DIMENSIONS, s["grade"], strict=True):

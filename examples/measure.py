@@ -28,9 +28,15 @@ def compare(what: Program, backend: Any, *arguments: Any) -> State:
         state = what.run(*arguments, backend=backend, share_prefix=share)
         rows.append((state.usage, time.perf_counter() - begun))
     (alone, alone_s), (shared, shared_s) = rows
-    print(f"\n{'':20}{'requests':>10}{'prompt':>10}{'cached':>10}{'generated':>11}{'computed':>10}{'seconds':>10}")
-    for name, (usage, seconds) in zip(("without sharing", "with shared prefixes"), rows, strict=True):
+    print(
+        f"\n{'':20}{'requests':>10}{'prompt':>10}{'cached':>10}{'generated':>11}{'computed':>10}{'seconds':>10}"
+    )
+    for name, (usage, seconds) in zip(
+        ("without sharing", "with shared prefixes"), rows, strict=True
+    ):
         numbers = f"{usage.num_requests:10}{usage.num_prompt:10}{usage.num_cached:10}{usage.num_output:11}{usage.num_computed:10}"
         print(f"{name:20}{numbers}{seconds:10.2f}")
-    print(f"computed tokens: {alone.num_computed / shared.num_computed:.1f}x fewer; time: {alone_s / shared_s:.1f}x faster")
+    print(
+        f"computed tokens: {alone.num_computed / shared.num_computed:.1f}x fewer; time: {alone_s / shared_s:.1f}x faster"
+    )
     return state

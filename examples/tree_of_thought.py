@@ -1,4 +1,5 @@
-"""Tree of thought: several next steps from each state, each rated by the model; the best ones are continued.
+"""Tree of thought: several next steps from each state, each rated by the model; the best ones are
+continued.
 
 python examples/tree_of_thought.py [--model MODEL | --url URL]
 """
@@ -25,7 +26,9 @@ WIDTH, BEST, DEPTH = 4, 2, 2
 
 def think(state: State, index: int) -> float:
     """Append one step of reasoning, and the model's opinion of it."""
-    state += f"\nStep, attempt {index + 1}:" + gen("step", max_tokens=24, temperature=0.8, seed=index, stop="\n")
+    state += f"\nStep, attempt {index + 1}:" + gen(
+        "step", max_tokens=24, temperature=0.8, seed=index, stop="\n"
+    )
     state += "\nThis step is" + select("rating", list(RATINGS))
     return RATINGS[state["rating"]]
 
@@ -36,7 +39,11 @@ def tree_of_thought(s: State) -> str:
     leaves = [s]
     for _ in range(DEPTH):
         branches = [leaf.fork(WIDTH) for leaf in leaves]
-        rated = [(value, branch) for group in branches for value, branch in zip(group.each(think), group, strict=True)]
+        rated = [
+            (value, branch)
+            for group in branches
+            for value, branch in zip(group.each(think), group, strict=True)
+        ]
         leaves = [branch for _, branch in sorted(rated, key=lambda pair: -pair[0])[:BEST]]
     best = leaves[0]
     best += "\nSo the answer is:" + gen("answer", max_tokens=32, temperature=0, stop="\n")

@@ -1,4 +1,5 @@
-"""Models for tests: tiny random Llamas made with Transformers, and the real default model with its reference."""
+"""Models for tests: tiny random Llamas made with Transformers, and the real default model with its
+reference."""
 
 from __future__ import annotations
 
@@ -37,18 +38,21 @@ if native.lib:
 with contextlib.suppress(ImportError):  # without Triton, tests of its kernels are skipped
     interpreted.replace_language_once()
     interpreted.make_types_once()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
+# in the background of a script; children of tests have it from here
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.
 for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)
-# A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands that talk plain HTTP.
+# A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands
+# that talk plain HTTP.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 # Typer makes all commands with all their options anew, 0.15 s for each command that a test invokes.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
-# Those of a GPU have a conftest of their own: here kernels are interpreted. `make test-clients` has the libraries of the others.
+# Those of a GPU have a conftest of their own: here kernels are interpreted. `make test-clients` has
+# the libraries of the others.
 collect_ignore = ["gpu", "clients"]
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
@@ -74,10 +78,16 @@ _ONLY_WHEN_SLOW = (
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[sinks",
     *(f"transformers[{name}-torch" for name in ("Mamba", "Mamba with biases", "Qwen3Next")),
-    *(f"is_computed[{name}-torch" for name in ("Mamba", "Mamba with biases", "Mamba2", "Qwen3Next")),
+    *(
+        f"is_computed[{name}-torch"
+        for name in ("Mamba", "Mamba with biases", "Mamba2", "Qwen3Next")
+    ),
     *(f"the_reference_does[{kind}-triton_plan" for kind in ("mamba", "mamba2")),
     "from_a_position_on[smollm2 torch",
-    *(f"{name}[smollm2 torch" for name in ("among_31_others", "under_every_policy", "lack_of_pages", "in_chunks")),
+    *(
+        f"{name}[smollm2 torch"
+        for name in ("among_31_others", "under_every_policy", "lack_of_pages", "in_chunks")
+    ),
     "test_under_every_policy[smollm2 float32",
     "test_under_every_policy[odd float32",
     "test_among_31_others[odd float32",
@@ -156,7 +166,10 @@ _ONLY_WHEN_SLOW = (
     "bounded_cost[xgrammar",
     "test_flex_attention_equals_the_reference[bidirectional",
     "test_experts_of_several_ranks[70]",
-    *(f"test_restrictions_keep_what_sorting_keeps[settings{number}]" for number in (1, 2, 4, 6, 7, 9)),
+    *(
+        f"test_restrictions_keep_what_sorting_keeps[settings{number}]"
+        for number in (1, 2, 4, 6, 7, 9)
+    ),
     "fail_their_sequence_alone[compiled-plus infinity]",
     "lack_of_pages[odd float32",
     *(f"requests_of_their_own[smollm2 {kind}" for kind in ("float32", "torch")),
@@ -166,14 +179,19 @@ _ONLY_WHEN_SLOW = (
     "third_on[Mamba with biases",
     *(
         f"closed_without_a_collection[{kind}"
-        for kind in ("{}-close", "{'speculate': 'ngram'}-del", "{'kv_disk': 'disk:4M', 'max_loras': 2}-del")
+        for kind in (
+            "{}-close",
+            "{'speculate': 'ngram'}-del",
+            "{'kv_disk': 'disk:4M', 'max_loras': 2}-del",
+        )
     ),
 )
 
 
 class FromBothEnds(LoadScopeScheduling):
-    """Files are kept whole. One worker takes them from the front, where those that start processes are, the others from the
-    back: all end at the same time, and servers that files share are seldom started twice."""
+    """Files are kept whole. One worker takes them from the front, where those that start processes
+    are, the others from the back: all end at the same time, and servers that files share are seldom
+    started twice."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.split("::")[0]
@@ -193,26 +211,49 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FromBothEnds
 def _place(item: pytest.Item) -> int:
     """First what starts processes: servers that files share, then others."""
     _, folder, *_ = item.nodeid.split("/")
-    return 0 if folder == "server" else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
+    return (
+        0
+        if folder == "server"
+        else 1
+        if folder in ("cli", "bench") or item.path.name == "test_client.py"
+        else 2
+    )
 
 
 def _is_fallback(item: pytest.Item) -> bool:
-    """The torch references of ops in a whole engine, which others run with compiled kernels: kernels are compared with them."""
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return params.get("backend") == "torch" and "/kernels/" not in item.nodeid and "test_families.py" not in item.nodeid
+    """The torch references of ops in a whole engine, which others run with compiled kernels:
+    kernels are compared with them."""
+    params = (
+        item.callspec.params
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else {}
+    )
+    return (
+        params.get("backend") == "torch"
+        and "/kernels/" not in item.nodeid
+        and "test_families.py" not in item.nodeid
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Invariance without compiled kernels takes minutes: one way of sampling is always tested, all by `make test-slow`."""
+    """Invariance without compiled kernels takes minutes: one way of sampling is always tested, all
+    by `make test-slow`."""
     items.sort(key=_place)
     for item in items:
-        if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
+        if "smollm2 torch" in item.nodeid and (
+            "greedy" in item.nodeid or "penalties" in item.nodeid
+        ):
             item.add_marker(pytest.mark.slow)
         if _is_fallback(item):
             item.add_marker(pytest.mark.slow)
-        if "test_families.py" in item.nodeid and "-torch]" in item.nodeid and "Gemma3-" not in item.nodeid:
-            item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough
+        if (
+            "test_families.py" in item.nodeid
+            and "-torch]" in item.nodeid
+            and "Gemma3-" not in item.nodeid
+        ):
+            # the reference ops of one family that has them all are enough
+            item.add_marker(pytest.mark.slow)
         if any(part in item.nodeid for part in _ONLY_WHEN_SLOW):
             item.add_marker(pytest.mark.slow)
 
@@ -248,7 +289,8 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_path):
-    """The same GGUF in Transformers, in float32; kept between runs. Its own conversion gives the same and takes half a minute."""
+    """The same GGUF in Transformers, in float32; kept between runs. Its own conversion gives the
+    same and takes half a minute."""
     from transformers import AutoModelForCausalLM
 
     kept = Path(__file__).parent.parent / ".test-cache" / smollm2_path.stem
@@ -262,7 +304,8 @@ def smollm2_reference(smollm2_path):
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A small Llama with a byte-level tokenizer and a chat template: everything a server needs, loaded in no time."""
+    """A small Llama with a byte-level tokenizer and a chat template: everything a server needs,
+    loaded in no time."""
     path = tmp_path_factory.mktemp("tiny")
     make_llama(path, vocab_size=320, max_position_embeddings=512)
     byte_tokenizer(path)

@@ -1,4 +1,5 @@
-"""CoreLink: an engine core in this process behind the interface of EngineLink, where a process of its own would take too long."""
+"""CoreLink: an engine core in this process behind the interface of EngineLink, where a process of
+its own would take too long."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ class CoreLink:
         for _ in range(10):  # a process takes much longer: others have their turn
             await asyncio.sleep(0)
         self.core = load_core(options, lambda *_: None)
-        return Ready(self.core.model_config, self.core.config, 0.001, [one.info for one in self.core.part(AdapterStore)])
+        return Ready(
+            self.core.model_config,
+            self.core.config,
+            0.001,
+            [one.info for one in self.core.part(AdapterStore)],
+        )
 
     def send(self, message) -> None:
         if self._is_over:

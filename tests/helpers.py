@@ -38,8 +38,8 @@ CHAT_TEMPLATE = (
 
 
 def llama_of_gguf(path: Path) -> Any:
-    """A Llama of a GGUF file, for Transformers to save, with the values of the gguf package. There, rows of queries and keys are
-    in pairs; here, the two halves of a head follow each other."""
+    """A Llama of a GGUF file, for Transformers to save, with the values of the gguf package. There,
+    rows of queries and keys are in pairs; here, the two halves of a head follow each other."""
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,8 +70,12 @@ def llama_of_gguf(path: Path) -> Any:
         *place, kind, _ = tensor.name.split(".")  # blk, number, kind, weight
         value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         if kind in heads:
-            value = value.view(heads[kind], -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
-        values["model." + (f"layers.{place[1]}." if place else "") + f"{names[kind]}.weight"] = value
+            value = (
+                value.view(heads[kind], -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
+            )
+        values["model." + (f"layers.{place[1]}." if place else "") + f"{names[kind]}.weight"] = (
+            value
+        )
     with torch.device("meta"):  # random values would take longer than all the rest
         made = LlamaForCausalLM(config)
     missing, unknown = made.load_state_dict(values, strict=False, assign=True)
@@ -81,7 +85,8 @@ def llama_of_gguf(path: Path) -> Any:
 
 
 def make_llama(path: Path | None = None, seed: int = 0, **config: Any):
-    """A random Llama by Transformers, saved as safetensors if a path is given. Weights large enough to give varied logits."""
+    """A random Llama by Transformers, saved as safetensors if a path is given. Weights large enough
+    to give varied logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {
@@ -104,11 +109,15 @@ def byte_tokenizer(path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i + 2 for i, char in enumerate(alphabet)} | {"<s>": 0, "</s>": 1}, []))
+    tokenizer = Tokenizer(
+        models.BPE({char: i + 2 for i, char in enumerate(alphabet)} | {"<s>": 0, "</s>": 1}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": CHAT_TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -121,14 +130,19 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
 
 
 def thinking_tokenizer(path: Path) -> None:
-    """The same with <think> and </think> as tokens, and a template that opens the reasoning unless it is switched off."""
+    """The same with <think> and </think> as tokens, and a template that opens the reasoning unless
+    it is switched off."""
     from tokenizers import AddedToken, Tokenizer
 
     byte_tokenizer(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": THINKING_TEMPLATE}
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {
+        "chat_template": THINKING_TEMPLATE
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -141,8 +155,11 @@ def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     return cls.load(checkpoint, cls.read_config(checkpoint), WeightPlan(SCHEMES[dtype]))
 
 
-def engine_config(model: CausalLM, draft: ModelConfig | None = None, **options: Any) -> EngineConfig:
-    threads = 2 if native.lib else 1  # those of torch wait for each other by spinning, and another worker has the other core
+def engine_config(
+    model: CausalLM, draft: ModelConfig | None = None, **options: Any
+) -> EngineConfig:
+    # those of torch wait for each other by spinning, and another worker has the other core
+    threads = 2 if native.lib else 1
     options = {
         "kv_memory_bytes": 64 * 2**20,
         "threads": threads,
@@ -182,15 +199,19 @@ class Answer:
 
     def __eq__(self, other: object) -> bool:
         """Bit for bit: logprobs are compared as floats, not approximately."""
-        return isinstance(other, Answer) and vars(self) | {"last": None} == vars(other) | {"last": None}
+        return isinstance(other, Answer) and vars(self) | {"last": None} == vars(other) | {
+            "last": None
+        }
 
     def __repr__(self) -> str:
         return f"Answer({self.tokens}, {self.finish_reason}, {[entry.logprob for entry in self.logprobs]})"
 
 
-def run(core: EngineCore, requests: dict[str, tuple[Any, ...]], eos: tuple[int, ...] = ()) -> dict[str, Answer]:
-    """Submit everything at once and step until it is done. Samples beyond the first are named id:index. `requests`: a prompt,
-    parameters, and segments and their contents, if it has some."""
+def run(
+    core: EngineCore, requests: dict[str, tuple[Any, ...]], eos: tuple[int, ...] = ()
+) -> dict[str, Answer]:
+    """Submit everything at once and step until it is done. Samples beyond the first are named
+    id:index. `requests`: a prompt, parameters, and segments and their contents, if it has some."""
     answers: dict[str, Answer] = {}
     for name, (prompt, params, *inputs) in requests.items():
         more = dict(zip(("segments", "contents"), inputs, strict=False))
@@ -207,7 +228,9 @@ def take(core: EngineCore, answers: dict[str, Answer]) -> None:
     output, failed = core.step()
     assert not failed
     for delta in output.deltas:
-        answer = answers[delta.request_id if delta.index == 0 else f"{delta.request_id}:{delta.index}"]
+        answer = answers[
+            delta.request_id if delta.index == 0 else f"{delta.request_id}:{delta.index}"
+        ]
         answer.tokens += delta.token_ids
         answer.logprobs += delta.logprobs or []
         answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
@@ -220,9 +243,12 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 @torch.inference_mode()
-def reference_agrees(reference: Any, prompt: list[int], output: list[int], near_tie: float = 1e-4) -> tuple[int, int]:
-    """Teacher-forced: each output token must be the reference's best after the same tokens, unless its two best are a near-tie.
-    Returns how many agreed and how many were excused; by induction the sequences are equal up to the first excuse."""
+def reference_agrees(
+    reference: Any, prompt: list[int], output: list[int], near_tie: float = 1e-4
+) -> tuple[int, int]:
+    """Teacher-forced: each output token must be the reference's best after the same tokens, unless
+    its two best are a near-tie. Returns how many agreed and how many were excused; by induction the
+    sequences are equal up to the first excuse."""
     logits = reference(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
     agreed = excused = 0
     for token, row in zip(output, logits, strict=True):
@@ -230,7 +256,9 @@ def reference_agrees(reference: Any, prompt: list[int], output: list[int], near_
         if int(row.argmax()) == token:
             agreed += 1
         else:
-            assert best[0] - best[1] < near_tie, f"token {token} at {agreed + excused}, reference {int(row.argmax())}"
+            assert best[0] - best[1] < near_tie, (
+                f"token {token} at {agreed + excused}, reference {int(row.argmax())}"
+            )
             assert best[0] - row[token] < near_tie
             excused += 1
     return agreed, excused
@@ -251,9 +279,13 @@ class Guesser:
         made = []
         for ask in asks:
             draw = random.Random(len(ask.tokens))
-            right = self.answers.get(tuple(ask.tokens[: ask.num_prompt]), [])[len(ask.tokens) - ask.num_prompt :]
+            right = self.answers.get(tuple(ask.tokens[: ask.num_prompt]), [])[
+                len(ask.tokens) - ask.num_prompt :
+            ]
             right = (right + [1] * ask.most)[: ask.most]
-            made.append([token if draw.random() < self.chance else (token + 1) % 60 for token in right])
+            made.append(
+                [token if draw.random() < self.chance else (token + 1) % 60 for token in right]
+            )
         return made
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
@@ -262,12 +294,15 @@ class Guesser:
 
 @dataclass
 class Grower(Guesser):
-    """Trees of any shape. What comes is on a branch of each, as far as `chance` goes, or not at all."""
+    """Trees of any shape. What comes is on a branch of each, as far as `chance` goes, or not at
+    all."""
 
     vocab_size: int = 250
 
     def propose(self, asks: Sequence[Ask]) -> list[Any]:
-        return [self._grow(ask, chain) for ask, chain in zip(asks, super().propose(asks), strict=True)]
+        return [
+            self._grow(ask, chain) for ask, chain in zip(asks, super().propose(asks), strict=True)
+        ]
 
     def _grow(self, ask: Ask, chain: list[int]) -> Tree:
         draw, tokens, parents = random.Random(len(ask.tokens)), list[int](), list[int]()
@@ -284,8 +319,11 @@ class Grower(Guesser):
         return Tree(tokens, parents)
 
 
-def guess_with(core: EngineCore, *drafters: Drafter, most: int = 5, slope: float = 0.3, adaptive: bool = False) -> EngineCore:
-    """The core with these drafters. Unless it is `adaptive`, all their drafts are verified, up to `most` for a request."""
+def guess_with(
+    core: EngineCore, *drafters: Drafter, most: int = 5, slope: float = 0.3, adaptive: bool = False
+) -> EngineCore:
+    """The core with these drafters. Unless it is `adaptive`, all their drafts are verified, up to
+    `most` for a request."""
     core.use(*core.parts_but(Drafting), Drafting(drafters, most, slope, adaptive=adaptive))
     return core
 
@@ -308,7 +346,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     nan = one.isnan()
-    bits = [t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)[~nan] for t in (one, other)]
+    bits = [
+        t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)[~nan]
+        for t in (one, other)
+    ]
     return torch.equal(nan, other.isnan()) and torch.equal(*bits)
 
 
@@ -316,18 +357,34 @@ KINDS_OF_CACHE = ("llama", "windows", "states")
 
 
 def model_with_cache(kind: str, path: Path) -> CausalLM:
-    """A small model of random weights whose layers all see everything, or through windows, or keep states."""
+    """A small model of random weights whose layers all see everything, or through windows, or keep
+    states."""
     import transformers
 
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.2,
+    }
     if kind == "llama":
         make_llama(path, seed=5, **sizes)
     elif kind == "windows":
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24}
+        heads = {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "sliding_window": 24,
+        }
         kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-        config = transformers.Gemma3TextConfig(**sizes, **heads, max_position_embeddings=256, layer_types=kinds)
+        config = transformers.Gemma3TextConfig(
+            **sizes, **heads, max_position_embeddings=256, layer_types=kinds
+        )
         transformers.Gemma3ForCausalLM(config).save_pretrained(path)
     else:
         sizes.pop("intermediate_size")
-        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)).save_pretrained(path)
+        transformers.MambaForCausalLM(
+            transformers.MambaConfig(**sizes, state_size=4)
+        ).save_pretrained(path)
     return load_model(path)

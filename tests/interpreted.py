@@ -1,10 +1,11 @@
 """Triton's interpreter, without what it does again and again.
 
-A kernel is interpreted with the functions of `triton.language` replaced. Triton replaces them anew at every call of a function by
-a kernel, for which it lists the members of whole modules: half of the time of these tests. Within a launch, once is enough.
+A kernel is interpreted with the functions of `triton.language` replaced. Triton replaces them anew
+at every call of a function by a kernel, for which it lists the members of whole modules: half of
+the time of these tests. Within a launch, once is enough.
 
-Of what is left, a third is the making of types: each value of a kernel gets one of its own, with a name and lists of sizes. Types
-of the same shape and element share them."""
+Of what is left, a third is the making of types: each value of a kernel gets one of its own, with a
+name and lists of sizes. Types of the same shape and element share them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def replace_language_once() -> None:
     @cache
     def modules_of(fn: Any) -> frozenset[Any]:
         """Those that Triton would look at."""
-        return frozenset(value for value in fn.__globals__.values() if value is language or value is language.core)
+        return frozenset(
+            value
+            for value in fn.__globals__.values()
+            if value is language or value is language.core
+        )
 
     def replace_once(fn: Any) -> Any:
         modules = modules_of(fn)
@@ -69,7 +74,9 @@ def make_types_once() -> None:
         known = tensors.get(type.name)
         if known is None:
             plain_tensor(self, handle, type)
-            tensors[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+            tensors[type.name] = {
+                name: value for name, value in vars(self).items() if name != "handle"
+            }
         else:
             vars(self).update(known)
             self.handle, self.type, self.dtype = handle, type, type.scalar

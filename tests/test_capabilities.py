@@ -1,5 +1,5 @@
-"""The capability table: it names what there is, what it refuses is refused with its words, and what it allows has the tokens of
-each feature alone."""
+"""The capability table: it names what there is, what it refuses is refused with its words, and what
+it allows has the tokens of each feature alone."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,16 @@ import pytest
 
 from tests.helpers import greedy, run
 from tests.test_config import LARGE, SMOLLM2
-from tidemill.capabilities import FEATURES, REFUSALS, asked, check, check_request, in_use, requested, why_not
+from tidemill.capabilities import (
+    FEATURES,
+    REFUSALS,
+    asked,
+    check,
+    check_request,
+    in_use,
+    requested,
+    why_not,
+)
 from tidemill.capabilities.features import CALIBRATED
 from tidemill.cli.options import OPTIONS
 from tidemill.config import EngineOptions, resolve
@@ -38,7 +47,9 @@ NEUTRAL = {
     "weight-memory": {"weight_memory_bytes": 560_000, "weight_cache": "DISK:1G"},
     "acceptance rejection": {"acceptance": "rejection"},
 }
-CHANGING = {f"kv-dtype {name}": {"kv_dtype": name} for name in ("bfloat16", "float16", "int8", "int4")}
+CHANGING = {
+    f"kv-dtype {name}": {"kv_dtype": name} for name in ("bfloat16", "float16", "int8", "int4")
+}
 OPTIONS_OF = NEUTRAL | CHANGING
 REQUESTS = {
     **{
@@ -92,7 +103,15 @@ GIVEN = OPTIONS_OF | {
 
 
 def test_every_choice_of_an_option_has_a_row_and_every_name_is_known():
-    for name in ("dtype", "quantization", "kv-dtype", "speculate", "tensor-layout", "collectives", "kv-layout"):
+    for name in (
+        "dtype",
+        "quantization",
+        "kv-dtype",
+        "speculate",
+        "tensor-layout",
+        "collectives",
+        "kv-layout",
+    ):
         (option,) = (option for option in OPTIONS if option.name == name)
         neutral = {"auto", "none", "1d", "paged"}
         assert all(f"{name} {choice}" in FEATURES for choice in set(option.choices) - neutral), name
@@ -109,7 +128,9 @@ def shaped(*names: str):
     changes = {key: value for name in names for key, value in MODELS.get(name, {}).items()}
     own = {"window", "softcap", "has_sinks", "has_alibi", "head_dim"}
     spec, every = {key: changes.pop(key) for key in own & set(changes)}, changes.pop("every", 1)
-    layers = tuple(replace(one, rotation=Rotation(num_dims=one.head_dim, theta=1e4)) for one in SMOLLM2.layers)
+    layers = tuple(
+        replace(one, rotation=Rotation(num_dims=one.head_dim, theta=1e4)) for one in SMOLLM2.layers
+    )
     layers = tuple(one.but(**spec) if i % every == 0 else one for i, one in enumerate(layers))
     return replace(SMOLLM2, **{"layers": layers} | changes)
 
@@ -117,7 +138,9 @@ def shaped(*names: str):
 REFUSED = [
     refusal
     for refusal in REFUSALS
-    if not refusal.is_left_out and {refusal.feature, *refusal.others} <= {*GIVEN, *MODELS} and refusal.feature in GIVEN
+    if not refusal.is_left_out
+    and {refusal.feature, *refusal.others} <= {*GIVEN, *MODELS}
+    and refusal.feature in GIVEN
 ]
 
 
@@ -127,7 +150,9 @@ def test_what_is_refused_is_refused_with_its_words():
     for refusal in REFUSED:
         names = (refusal.feature, *refusal.others)
         device = {"device": "cuda"} if {"GPU", "FlexAttention"} & {*names} else {"device": "cpu"}
-        given = device | {key: value for name in names for key, value in GIVEN.get(name, {}).items()}
+        given = device | {
+            key: value for name in names for key, value in GIVEN.get(name, {}).items()
+        }
         machine = replace(LARGE, gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36, num_gpus=2)
         if "no kernels" in names:
             machine = replace(machine, kernels="")
@@ -137,7 +162,9 @@ def test_what_is_refused_is_refused_with_its_words():
         with pytest.raises(ConfigError) as caught:
             resolve(options, model, machine)
         expected = next(
-            one for one in REFUSALS if one.feature in in_use(setup) and one.holds(in_use(setup)) and not one.is_left_out
+            one
+            for one in REFUSALS
+            if one.feature in in_use(setup) and one.holds(in_use(setup)) and not one.is_left_out
         )
         assert caught.value.message == expected.message(setup.notes)
         assert caught.value.fix == expected.fix
@@ -157,7 +184,9 @@ def test_a_calibrated_cache_may_be_asked_for(kind):
 def test_requests_are_refused_when_they_are_made():
     beams = SamplingParams(n=1).beams
     assert beams is None
-    with pytest.raises(InvalidRequest, match="The KV policy h2o cannot be combined with pooling") as caught:
+    with pytest.raises(
+        InvalidRequest, match="The KV policy h2o cannot be combined with pooling"
+    ) as caught:
         SamplingParams(kv_policy="h2o", pooling="mean")
     assert caught.value.param == "kv_policy"
     params = SamplingParams(kv_policy="double")
@@ -178,16 +207,29 @@ class Runs:
         """The value, with a folder and a name that nobody else has."""
         if not isinstance(value, str):
             return value
-        return value.replace("DISK", str(self.tmp_path)).replace("NAME", f"{self.tmp_path.name}-{len(self.known)}")
+        return value.replace("DISK", str(self.tmp_path)).replace(
+            "NAME", f"{self.tmp_path.name}-{len(self.known)}"
+        )
 
     def answers(self, *names: str) -> list[list[int]]:
-        """The same prompt twice, the second time with what the first has left in the cache, beside another."""
+        """The same prompt twice, the second time with what the first has left in the cache, beside
+        another."""
         names = tuple(sorted(set(names)))
         if names not in self.known:
-            given = {key: value for name in names for key, value in OPTIONS_OF.get(name, {}).items()}
+            given = {
+                key: value for name in names for key, value in OPTIONS_OF.get(name, {}).items()
+            }
             given = {key: self._place(value) for key, value in given.items()}
-            options = {"threads": 1, "kv_memory_bytes": 2**23, "max_requests": 4, "token_budget": 32, "device": "cpu"}
-            core = load_core(EngineOptions(model=str(self.folder), dtype="float32", **options | given))
+            options = {
+                "threads": 1,
+                "kv_memory_bytes": 2**23,
+                "max_requests": 4,
+                "token_budget": 32,
+                "device": "cpu",
+            }
+            core = load_core(
+                EngineOptions(model=str(self.folder), dtype="float32", **options | given)
+            )
             asked = {key: value for name in names for key, value in REQUESTS.get(name, {}).items()}
             params = greedy(6, ignore_eos=True, **asked)
             assert {*names} <= {*core.config.features, *requested(params)}
@@ -209,7 +251,10 @@ def allowed(one: str, other: str) -> bool:
     names = {"CPU", "plain checkpoint", "no experts", one, other}
     if any(refusal.feature in names and refusal.holds(frozenset(names)) for refusal in REFUSALS):
         return False
-    return not set(OPTIONS_OF.get(one, {})) & set(OPTIONS_OF.get(other, {})) and one.split(" ")[0] != other.split(" ")[0]
+    return (
+        not set(OPTIONS_OF.get(one, {})) & set(OPTIONS_OF.get(other, {}))
+        and one.split(" ")[0] != other.split(" ")[0]
+    )
 
 
 PAIRS = [pair for pair in combinations(RUNNABLE, 2) if allowed(*pair)]

@@ -15,7 +15,9 @@ print(*[Submit("x", [1], SamplingParams(seed=seed)).params.seed for seed in (Non
 
 
 def seeds_of_a_child() -> list[int]:
-    done = subprocess.run([sys.executable, "-P", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     return [int(seed) for seed in done.stdout.split()]
 
 

@@ -1,4 +1,5 @@
-"""A family whose prompts have pictures: random vectors in the place of tokens, which no encoder makes."""
+"""A family whose prompts have pictures: random vectors in the place of tokens, which no encoder
+makes."""
 
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ class VectorLlama(Llama):
 
 
 def with_vectors(prompt, places, hidden_size, kind=PICTURE, seed=0, scale=1.0):
-    """A prompt, its segments and their contents: each place is where random vectors begin and how many there are."""
+    """A prompt, its segments and their contents: each place is where random vectors begin and how
+    many there are."""
     draw, segments, contents, prompt = np.random.default_rng(seed), [], {}, list(prompt)
     for start, length in places:
         content = (scale * draw.standard_normal((length, hidden_size))).astype(np.float32).tobytes()

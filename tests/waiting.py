@@ -1,4 +1,5 @@
-"""Waiting for a state, never for a time: the limit is far beyond what any state takes, on any machine."""
+"""Waiting for a state, never for a time: the limit is far beyond what any state takes, on any
+machine."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported on first use: it loads torch, which the server process does without
+    # imported on first use: it loads torch, which the server process does without
+    if name == "LLM":
         from tidemill.engine.llm import LLM
 
         return LLM

@@ -50,13 +50,16 @@ def input_too_long(num_tokens: int, context: int) -> ContextTooLong:
 
 
 class TruncationTooLong(InvalidRequest):
-    """More tokens shall be kept of a prompt than fit. Only vLLM has the parameter, so words and kind are vLLM's."""
+    """More tokens shall be kept of a prompt than fit. Only vLLM has the parameter, so words and
+    kind are vLLM's."""
 
     kind = "BadRequestError"
 
     def __init__(self, num: int, max_context: int) -> None:
         what = "truncate_prompt_tokens value is greater than max_model_len."
-        super().__init__(what, fix="Please request a smaller truncation size.", param="truncate_prompt_tokens")
+        super().__init__(
+            what, fix="Please request a smaller truncation size.", param="truncate_prompt_tokens"
+        )
         self.figures = {"truncate_prompt_tokens": num, "max_model_len": max_context}
 
 
@@ -122,7 +125,8 @@ class ConfigError(TidemillError):
 
 
 class PeerMismatch(ConfigError):
-    """Engines that were to exchange KV pages cannot: they have other weights, formats or versions, or no transport."""
+    """Engines that were to exchange KV pages cannot: they have other weights, formats or versions,
+    or no transport."""
 
 
 class ModelNotFound(TidemillError):
@@ -133,7 +137,8 @@ class ModelNotFound(TidemillError):
 
 
 class CheckpointError(TidemillError):
-    """A checkpoint that is truncated, corrupt, of an unknown kind, or does not match its own configuration."""
+    """A checkpoint that is truncated, corrupt, of an unknown kind, or does not match its own
+    configuration."""
 
     kind = "checkpoint_error"
 

@@ -1,5 +1,5 @@
-"""The resources that the process may use: cores, memory, compiled kernels, a GPU. The kernels and the GPU are filled in by
-kernels.machine."""
+"""The resources that the process may use: cores, memory, compiled kernels, a GPU. The kernels and
+the GPU are filled in by kernels.machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def _physical_cores() -> int:
     cores = set()
     for cpu in cpus:
         try:
-            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+            cores.add(
+                Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+                .read_text()
+                .strip()
+            )
         except OSError:
             cores.add(str(cpu))
     quota = _read_cgroup("cpu.max").split()
@@ -54,7 +58,8 @@ def _memory() -> tuple[int, int]:
         total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
-        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)  # reclaimable
+        # reclaimable
+        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)
         free = int(limit) - int(used) + (int(cached[1]) if cached else 0)
         total, available = min(total, int(limit)), min(available, max(0, free))
     return total, available

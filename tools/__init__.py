@@ -1,1 +1,2 @@
-"""Tools of the repository: what makes pictures, models and pages. Nothing that is installed uses them."""
+"""Tools of the repository: what makes pictures, models and pages. Nothing that is installed uses
+them."""

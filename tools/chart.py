@@ -1,8 +1,10 @@
-"""The chart of speed beside other engines, from the tables of the documentation: docs/lab/cpu.md (CPU) and docs/lab/gpu.md (GPU).
+"""The chart of speed beside other engines, from the tables of the documentation: docs/lab/cpu.md
+(CPU) and docs/lab/gpu.md (GPU).
 
     python -m tools.chart [--out docs/images/speed.png]
 
-It measures nothing: `bench/peers.py` and `bench/gpu.py` make the figures, and the tables record them.
+It measures nothing: `bench/peers.py` and `bench/gpu.py` make the figures, and the tables record
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from typing import Any
 from tidemill.bench.plots import _pyplot, _save
 
 DOCS = Path(__file__).parents[1] / "docs"
-COLOURS = {"Tidemill": "#0e6468", "llama.cpp": "#b9a88b", "vLLM": "#8fa5ab", "Transformers": "#d8b48c"}
+COLOURS = {
+    "Tidemill": "#0e6468",
+    "llama.cpp": "#b9a88b",
+    "vLLM": "#8fa5ab",
+    "Transformers": "#d8b48c",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,9 @@ def tables(text: str) -> list[list[dict[str, str]]]:
     """The tables of a Markdown text: a list of rows each, by the names of the columns."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
-        head, _, *body = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        head, _, *body = [
+            [cell.strip(" *") for cell in line.strip("|").split("|")] for line in block.splitlines()
+        ]
         found.append([dict(zip(head, cells, strict=False)) for cells in body])
     return found
 
@@ -64,18 +73,34 @@ GPU_NAMES = {
 
 
 def cpu_groups(text: str) -> list[Group]:
-    rows = {row[""]: row for table in tables(text) for row in table if {"Tidemill", "llama.cpp", "vLLM"} <= row.keys()}
+    rows = {
+        row[""]: row
+        for table in tables(text)
+        for row in table
+        if {"Tidemill", "llama.cpp", "vLLM"} <= row.keys()
+    }
     engines = ("Tidemill", "llama.cpp", "vLLM", "Transformers")
     return [
-        relative(shown, {engine: number(rows[name][engine]) for engine in engines}, name.endswith("(s)"))
+        relative(
+            shown, {engine: number(rows[name][engine]) for engine in engines}, name.endswith("(s)")
+        )
         for name, shown in CPU_NAMES.items()
     ]
 
 
 def gpu_groups(text: str, model: str, machine: str) -> list[Group]:
-    rows = {row[model]: row for table in tables(text) for row in table if {model, "vLLM", machine} <= row.keys()}
+    rows = {
+        row[model]: row
+        for table in tables(text)
+        for row in table
+        if {model, "vLLM", machine} <= row.keys()
+    }
     return [
-        relative(shown, {"Tidemill": number(rows[name][machine]), "vLLM": number(rows[name]["vLLM"])}, is_time=True)
+        relative(
+            shown,
+            {"Tidemill": number(rows[name][machine]), "vLLM": number(rows[name]["vLLM"])},
+            is_time=True,
+        )
         for name, shown in GPU_NAMES.items()
     ]
 
@@ -95,12 +120,21 @@ def draw(axes: Any, groups: list[Group], title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=len(engines), columnspacing=1.0, handlelength=1.2)
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        loc="upper left",
+        ncols=len(engines),
+        columnspacing=1.0,
+        handlelength=1.2,
+    )
     axes.set_ylim(0, max(max(group.speeds.values()) for group in groups) * 1.22)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DOCS / "images" / "speed.png")
     given = parser.parse_args()
     cpu = cpu_groups((DOCS / "lab/cpu.md").read_text(encoding="utf-8"))

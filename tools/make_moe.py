@@ -1,9 +1,11 @@
-"""A GGUF of a small mixture of experts with random weights, to measure with (bench/peers.py --model FILE):
+"""A GGUF of a small mixture of experts with random weights, to measure with (bench/peers.py --model
+FILE):
 
     python -m tools.make_moe moe.gguf [Q4_0]
 
-Qwen3-MoE's architecture: 12 layers of 1024, 16 query and 4 KV heads of 64, 32 experts of 512, 4 a token. The
-type is one that the `gguf` package quantizes to: Q4_0, Q4_1, Q8_0. The file has no tokenizer.
+Qwen3-MoE's architecture: 12 layers of 1024, 16 query and 4 KV heads of 64, 32 experts of 512, 4 a
+token. The type is one that the `gguf` package quantizes to: Q4_0, Q4_1, Q8_0. The file has no
+tokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-VOCABULARY, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOSEN, SIZE = 49_152, 12, 1024, 16, 4, 64, 32, 4, 512
+VOCABULARY, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOSEN, SIZE = (
+    49_152,
+    12,
+    1024,
+    16,
+    4,
+    64,
+    32,
+    4,
+    512,
+)
 
 
 def write(path: Path, kind: gguf.GGMLQuantizationType) -> None:
@@ -57,7 +69,9 @@ def write(path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("type", nargs="?", default="Q4_0", choices=("Q4_0", "Q4_1", "Q8_0"))
     given = parser.parse_args()

@@ -2,8 +2,9 @@
 
     python -m tools.screenshots [--model smollm2] [--out docs/images] [name ...]
 
-`chat`, `live`, `settings`, `phone` and `dark` show the model's own responses. A small model writes poor programs and formulas, so
-`code` and `math` show a conversation that is imported, as a user would import it. Needs chromium and chromedriver.
+`chat`, `live`, `settings`, `phone` and `dark` show the model's own responses. A small model writes
+poor programs and formulas, so `code` and `math` show a conversation that is imported, as a user
+would import it. Needs chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Studio:
     def fresh(self, theme: str = "light", settings: dict[str, float] = SETTINGS) -> None:
         self.browser.size(1200, 860)
         self.browser.open(self.url)
-        self.browser.js("localStorage.clear(); localStorage['tidemill.theme'] = arguments[0]", theme)
+        self.browser.js(
+            "localStorage.clear(); localStorage['tidemill.theme'] = arguments[0]", theme
+        )
         self.browser.js("localStorage['tidemill.settings'] = arguments[0]", json.dumps(settings))
         self.browser.open(self.url)
         self.browser.until("!!document.querySelector('#model').value")
@@ -95,7 +98,9 @@ class Studio:
     def ask(self, words: str) -> None:
         num = len(self.browser.all("article"))
         self.browser.say(words)
-        self.browser.until(f"document.querySelectorAll('article').length === {num + 2} && {DONE}", within_s=400)
+        self.browser.until(
+            f"document.querySelectorAll('article').length === {num + 2} && {DONE}", within_s=400
+        )
 
     def import_(self, title: str, question: str, answer: str) -> None:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -157,12 +162,17 @@ class Studio:
         self.browser.size(1200, 1060)
         self.browser.click("#tab-engine")
         stopped = threading.Event()
-        clients = [threading.Thread(target=keep_asking, args=(self.url, i, stopped)) for i in range(NUM_CLIENTS)]
+        clients = [
+            threading.Thread(target=keep_asking, args=(self.url, i, stopped))
+            for i in range(NUM_CLIENTS)
+        ]
         for client in clients:
             client.start()
         try:
             self.browser.until("document.querySelectorAll('#requests .phase.decode').length >= 6")
-            self.browser.until("/[1-9]\\d* shared pages/.test(document.querySelector('#map-legend').textContent)")
+            self.browser.until(
+                "/[1-9]\\d* shared pages/.test(document.querySelector('#map-legend').textContent)"
+            )
             step = "parseInt(/\\d+/.exec(document.querySelector('#steps-says').textContent)[0])"
             first = self.browser.js(f"return {step}")
             self.browser.until(f"{step} > {first + NUM_STEPS}", within_s=400)
@@ -176,12 +186,17 @@ class Studio:
 
 def keep_asking(url: str, seed: int, stopped: threading.Event) -> None:
     chance = random.Random(seed)
-    prefix = "You are a patient teacher who explains how the sea, the tides and the mills of the coast work together. " * 3
+    prefix = (
+        "You are a patient teacher who explains how the sea, the tides and the mills of the coast work together. "
+        * 3
+    )
     with httpx.Client(timeout=120) as http:
         while not stopped.is_set():
             body = {
                 "model": http.get(f"{url}/v1/models").json()["data"][0]["id"],
-                "prompt": prefix + "Tell me about " + " ".join(chance.choices(["wind", "salt", "wood", "stone", "grain"], k=40)),
+                "prompt": prefix
+                + "Tell me about "
+                + " ".join(chance.choices(["wind", "salt", "wood", "stone", "grain"], k=40)),
                 "max_tokens": chance.randint(40, 160),
                 "ignore_eos": True,
             }
@@ -200,8 +215,12 @@ PICTURES: dict[str, Callable[[Studio], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(PICTURES), metavar="name", help=", ".join(PICTURES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=list(PICTURES), metavar="name", help=", ".join(PICTURES)
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
@@ -211,8 +230,21 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, port: int) -> None:
-    options = ["--port", str(port), "--max-context", "2048", "--max-requests", "10", "--kv-memory", "100M", "--no-request-log"]
-    server = subprocess.Popen([sys.executable, "-m", "tidemill", "serve", given.model, *options], stdout=subprocess.DEVNULL)
+    options = [
+        "--port",
+        str(port),
+        "--max-context",
+        "2048",
+        "--max-requests",
+        "10",
+        "--kv-memory",
+        "100M",
+        "--no-request-log",
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tidemill", "serve", given.model, *options],
+        stdout=subprocess.DEVNULL,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait(url, server)

@@ -1,1 +1,2 @@
-"""Runs other projects' own server tests, unmodified, against `tidemill serve`: see bench/foreign_suites.py."""
+"""Runs other projects' own server tests, unmodified, against `tidemill serve`: see
+bench/foreign_suites.py."""

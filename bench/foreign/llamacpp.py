@@ -1,4 +1,5 @@
-"""llama.cpp: tools/server/tests. Their ServerProcess starts our server; servers with the same flags are kept between tests."""
+"""llama.cpp: tools/server/tests. Their ServerProcess starts our server; servers with the same flags
+are kept between tests."""
 
 from __future__ import annotations
 
@@ -66,7 +67,19 @@ NAMES = (
     "gpt-3.5-turbo-instruct,gpt-3.5-turbo,gpt-4.1,gpt-4,codellama70b,test,dummy,embedding,davinci-002,any,jina-reranker,"
     "text-embedding-3-small"
 )  # that their tests ask for: llama-server ignores the name of the model
-TAKEN = dict.fromkeys(("--hf-repo", "--hf-file", "--port", "--host", "--alias", "--batch-size", "--ubatch-size", "--ctx-size"), 1)
+TAKEN = dict.fromkeys(
+    (
+        "--hf-repo",
+        "--hf-file",
+        "--port",
+        "--host",
+        "--alias",
+        "--batch-size",
+        "--ubatch-size",
+        "--ctx-size",
+    ),
+    1,
+)
 TAKEN |= {"--jinja": 0, "--no-jinja": 0, "--verbose": 0, "--offline": 0, "--cont-batching": 0}
 _kept: dict[tuple[str, ...], Served] = {}
 MOST_KEPT = 3
@@ -96,7 +109,13 @@ def _flags_of(server: Any, their_start: Any) -> list[str]:
 
 def _model_of(server: Any) -> str:
     theirs = f"{server.model_hf_repo}/{server.model_hf_file}"
-    for part, ours in (("bert", "bert"), ("DeepSeek-R1", "thinks"), ("jina", "cross"), ("infill", "infill"), ("Coder", "infill")):
+    for part, ours in (
+        ("bert", "bert"),
+        ("DeepSeek-R1", "thinks"),
+        ("jina", "cross"),
+        ("infill", "infill"),
+        ("Coder", "infill"),
+    ):
         if part in theirs:
             return model_path(ours)
     return model_path(MODEL)
@@ -118,7 +137,9 @@ def _start(their_start: Any) -> Any:
             served = _kept[key] = Served(key[0], key[1:])
         else:
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            requests.post(f"http://127.0.0.1:{served.port}/flush_cache", headers=headers, timeout=60)
+            requests.post(
+                f"http://127.0.0.1:{served.port}/flush_cache", headers=headers, timeout=60
+            )
         self.server_port = served.port
 
     return start
@@ -130,7 +151,11 @@ def _matches(theirs: Any) -> Any:
     def match_regex(regex: str, text: str) -> bool:
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         made = any(word in test for word in ("grammar", "json_schema", "response_format"))
-        return bool(theirs(regex, text)) if made and "John" not in regex and "-3000" not in regex else True
+        return (
+            bool(theirs(regex, text))
+            if made and "John" not in regex and "-3000" not in regex
+            else True
+        )
 
     return match_regex
 
@@ -138,7 +163,9 @@ def _matches(theirs: Any) -> Any:
 def _verbose(theirs: Any) -> Any:
     """What llama-server's --verbose adds to every answer is a field of the request here."""
 
-    def make_request(self: Any, method: str, path: str, data: Any = None, headers: Any = None, **more: Any) -> Any:
+    def make_request(
+        self: Any, method: str, path: str, data: Any = None, headers: Any = None, **more: Any
+    ) -> Any:
         if self.debug and isinstance(data, dict) and path.endswith("chat/completions"):
             data = data | {"verbose": True}
         return theirs(self, method, path, data, headers, **more)

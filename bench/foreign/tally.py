@@ -9,8 +9,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PASSED, DESIGN, UNEXPLAINED, NOT_APPLICABLE = "passed", "by design", "without a reason", "not applicable"
-Rules = dict[str, str]  # a regular expression that is searched for in the name of a test: the reason
+PASSED, DESIGN, UNEXPLAINED, NOT_APPLICABLE = (
+    "passed",
+    "by design",
+    "without a reason",
+    "not applicable",
+)
+# a regular expression that is searched for in the name of a test: the reason
+Rules = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,10 @@ def table(verdicts: list[Verdict]) -> str:
         )
     total = Counter(verdict.kind for verdict in verdicts)
     applicable = sum(total[kind] for kind in kinds[:3])
-    lines += ["", f"{total[PASSED]} of {applicable} applicable tests passed: {share_passed(verdicts):.1%}"]
+    lines += [
+        "",
+        f"{total[PASSED]} of {applicable} applicable tests passed: {share_passed(verdicts):.1%}",
+    ]
     for kind, title in (
         (UNEXPLAINED, "Failed without a reason"),
         (DESIGN, "Failed, by design"),
@@ -83,7 +92,11 @@ def table(verdicts: list[Verdict]) -> str:
         lines += ["", f"{title}: {total[kind]}"] if reasons else []
         for reason, tests in sorted(reasons.items(), key=lambda item: -len(item[1])):
             lines.append(f"  {len(tests):3}  {reason}")
-            lines += [f"         {test.split('::', 1)[-1][:140]}" for test in tests] if kind != NOT_APPLICABLE else []
+            lines += (
+                [f"         {test.split('::', 1)[-1][:140]}" for test in tests]
+                if kind != NOT_APPLICABLE
+                else []
+            )
     return "\n".join(lines)
 
 
@@ -93,4 +106,8 @@ def append(path: Path, outcome: Outcome) -> None:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )

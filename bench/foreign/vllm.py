@@ -1,4 +1,5 @@
-"""vLLM: tests/entrypoints and tests/tool_use. Their RemoteOpenAIServer is ours; nothing of vLLM is installed."""
+"""vLLM: tests/entrypoints and tests/tool_use. Their RemoteOpenAIServer is ours; nothing of vLLM is
+installed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from typing import Any
 import pytest
 
 import tidemill
-from bench.foreign.serving import CHECKOUT, MODEL, Served, free_port, model_path, tokenizer_path, translated
+from bench.foreign.serving import (
+    CHECKOUT,
+    MODEL,
+    Served,
+    free_port,
+    model_path,
+    tokenizer_path,
+    translated,
+)
 from bench.foreign.stubs import Modules, names_from
 
 COMMIT = "a014e35f38c80fb0652387740193ad2147fed6a3"
@@ -67,7 +76,11 @@ LEFT_OUT = {
     "cohere/test_chat_v2": "Cohere's chat API is not offered",
     "the rest": "their Python classes",
 }
-_CLASSES, _TEXT, _TOOLS = "their Python classes", "the text that their model writes", "needs a model that calls tools"
+_CLASSES, _TEXT, _TOOLS = (
+    "their Python classes",
+    "the text that their model writes",
+    "needs a model that calls tools",
+)
 NOT_APPLICABLE = {
     r"chat_completion_request_|completion_request_|(chat|completion)_request_decouples|requests_reject_": _CLASSES,
     r"rejects_explicit_token_ids_without": _CLASSES,
@@ -134,14 +147,20 @@ def local(name: str) -> str:
 class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, vllm_serve_args: Sequence[str], *, seed: int | None = 0, **more: Any) -> None:
+    def __init__(
+        self, model: str, vllm_serve_args: Sequence[str], *, seed: int | None = 0, **more: Any
+    ) -> None:
         flags, taken = translated(vllm_serve_args, TAKEN)
         names = taken.get("--served-model-name", [model])
-        if "--enable-lora" in taken:  # the adapters' names are the model's here: what is tested is the API
+        # the adapters' names are the model's here: what is tested is the API
+        if "--enable-lora" in taken:
             names += ["zephyr-lora", "zephyr-lora2"]
         if "--max-model-len" in taken:
             length = taken["--max-model-len"][0]
-            flags += ["--max-model-len", str(min(int(length), LONGEST)) if length.isdigit() else length]
+            flags += [
+                "--max-model-len",
+                str(min(int(length), LONGEST)) if length.isdigit() else length,
+            ]
         if taken.get("--uds"):
             flags += ["--uds", taken["--uds"][0]]
         if seed is not None:
@@ -151,7 +170,9 @@ class RemoteOpenAIServer:
         env = dict(more.get("env_dict") or {})
         if key := env.pop("VLLM_API_KEY", ""):
             flags += ["--api-key", key]
-        self._served = Served(local(model), ["--served-model-name", *names, *flags], self.port, self.uds, env)
+        self._served = Served(
+            local(model), ["--served-model-name", *names, *flags], self.port, self.uds, env
+        )
         self.proc = self._served.process
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -209,7 +230,10 @@ class HfRunner:
 
         model = AutoModel.from_pretrained(self._path).eval()
         with torch.no_grad():
-            states = [model(**get_tokenizer(self._path)(text, return_tensors="pt")).last_hidden_state[0] for text in prompts]
+            states = [
+                model(**get_tokenizer(self._path)(text, return_tensors="pt")).last_hidden_state[0]
+                for text in prompts
+            ]
         return [torch.nn.functional.normalize(state.mean(0), dim=0).numpy() for state in states]
 
     def predict(self, prompts: Sequence[tuple[str, str]], **_: Any) -> Any:
@@ -218,7 +242,10 @@ class HfRunner:
 
         model = AutoModelForSequenceClassification.from_pretrained(self._path).eval()
         with torch.no_grad():
-            logits = [model(**get_tokenizer(self._path)(*pair, return_tensors="pt")).logits[0, 0] for pair in prompts]
+            logits = [
+                model(**get_tokenizer(self._path)(*pair, return_tensors="pt")).logits[0, 0]
+                for pair in prompts
+            ]
         return torch.sigmoid(torch.stack(logits))
 
 
@@ -259,22 +286,50 @@ def install() -> None:
     utils: dict[str, Any] = dict.fromkeys(
         ("RemoteOpenAIServer", "RemoteOpenAIServerCustom", "RemoteVLLMServer"), RemoteOpenAIServer
     )
-    marks = dict.fromkeys(("multi_gpu_only", "multi_gpu_test", "requires_fp8", "large_gpu_test"), _unmarked)
-    known = {"torch": torch, "F": functional, "dataclass": dataclasses.dataclass, "Any": Any, "warnings": __import__("warnings")}
-    checks = names_from(tests / "models" / "utils.py", r"check_embeddings_close|matryoshka_fy|softmax|\w*ModelInfo", **known)
+    marks = dict.fromkeys(
+        ("multi_gpu_only", "multi_gpu_test", "requires_fp8", "large_gpu_test"), _unmarked
+    )
+    known = {
+        "torch": torch,
+        "F": functional,
+        "dataclass": dataclasses.dataclass,
+        "Any": Any,
+        "warnings": __import__("warnings"),
+    }
+    checks = names_from(
+        tests / "models" / "utils.py",
+        r"check_embeddings_close|matryoshka_fy|softmax|\w*ModelInfo",
+        **known,
+    )
     given: dict[str, dict[str, Any]] = {
-        "tests.utils": {**utils, **marks, "VLLM_PATH": CHECKOUT, "ROCM_EXTRA_ARGS": [], "ROCM_ENV_OVERRIDES": {}},
-        "tests.conftest": {"HfRunner": HfRunner, "hf_runner": hf_runner, "__file__": str(tests / "conftest.py")},
+        "tests.utils": {
+            **utils,
+            **marks,
+            "VLLM_PATH": CHECKOUT,
+            "ROCM_EXTRA_ARGS": [],
+            "ROCM_ENV_OVERRIDES": {},
+        },
+        "tests.conftest": {
+            "HfRunner": HfRunner,
+            "hf_runner": hf_runner,
+            "__file__": str(tests / "conftest.py"),
+        },
         "tests.models.utils": checks,
         "vllm": {"envs": _Unset()},
         "vllm.platforms": {"current_platform": _Platform()},
         "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
-        "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda name, *_, **__: name},
+        "vllm.model_executor.model_loader.weight_utils": {
+            "download_weights_from_hf": lambda name, *_, **__: name
+        },
         "vllm.version": {"__version__": tidemill.__version__},
     }
     read = {
         "vllm.utils.serial_utils": CHECKOUT / "vllm" / "utils" / "serial_utils.py",
-        "vllm.entrypoints.pooling.utils": CHECKOUT / "vllm" / "entrypoints" / "pooling" / "utils.py",
+        "vllm.entrypoints.pooling.utils": CHECKOUT
+        / "vllm"
+        / "entrypoints"
+        / "pooling"
+        / "utils.py",
     }
     Modules("vllm", given, read).install()
 

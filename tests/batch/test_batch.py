@@ -27,7 +27,8 @@ CHAT = [{"role": "user", "content": "How high?"}]
 
 
 class Echo:
-    """Answers with the request's body, the last of those that wait first. `dies_after`: so many answers it raises."""
+    """Answers with the request's body, the last of those that wait first. `dies_after`: so many
+    answers it raises."""
 
     num_at_once = 8
 
@@ -68,7 +69,9 @@ def run(source, target, backend=None, **how):
 
 @pytest.fixture
 def prompts(tmp_path):
-    return write(tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": f"{i}"} for i in range(50)])
+    return write(
+        tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": f"{i}"} for i in range(50)]
+    )
 
 
 def size_of(path) -> int:
@@ -85,10 +88,18 @@ def test_forms_of_lines():
     def parse(line, number=3, **defaults):
         text = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
         found = lines.parse(Line(number, text), defaults)
-        return found if isinstance(found, Problem) else (found.custom_id, found.url, json.loads(found.body))
+        return (
+            found
+            if isinstance(found, Problem)
+            else (found.custom_id, found.url, json.loads(found.body))
+        )
 
     assert parse(full, max_tokens=2) == ("a", "/v1/score", {"text_1": "x"})
-    assert parse({"prompt": "p", "n": 2}, max_tokens=2) == ("line-3", "/v1/completions", {"max_tokens": 2, "prompt": "p", "n": 2})
+    assert parse({"prompt": "p", "n": 2}, max_tokens=2) == (
+        "line-3",
+        "/v1/completions",
+        {"max_tokens": 2, "prompt": "p", "n": 2},
+    )
     assert parse({"messages": CHAT, "max_tokens": 5, "custom_id": "b"}, max_tokens=2) == (
         "b", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 5},
     )  # fmt: skip
@@ -123,9 +134,13 @@ def test_every_line_once_as_finished_or_in_order(tmp_path, prompts):
 
 
 def test_errors_go_where_they_are_asked_for(tmp_path):
-    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"text": "b"}, {"prompt": "fail"}, {"prompt": "c"}])
+    source = write(
+        tmp_path / "in.jsonl", [{"prompt": "a"}, {"text": "b"}, {"prompt": "fail"}, {"prompt": "c"}]
+    )
     run(source, tmp_path / "all.jsonl", ordered=True)
-    assert [one["response"] and one["response"]["status_code"] for one in read(tmp_path / "all.jsonl")] == [200, None, 400, 200]
+    assert [
+        one["response"] and one["response"]["status_code"] for one in read(tmp_path / "all.jsonl")
+    ] == [200, None, 400, 200]
     run(source, tmp_path / "out.jsonl", errors=tmp_path / "errors.jsonl")
     assert sorted(ids(tmp_path / "out.jsonl")) == ["line-1", "line-4"]
     wrong = sorted(read(tmp_path / "errors.jsonl"), key=lambda one: one["custom_id"])
@@ -152,12 +167,20 @@ def test_a_run_that_failed_continues(tmp_path, prompts, ordered):
 
 
 def test_cut_anywhere_only_whole_results_are_kept(tmp_path):
-    """What a process that is killed leaves is a beginning of what it would have written; a loss of power may add zeros."""
-    source = write(tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": "x" * i} for i in range(3)])
+    """What a process that is killed leaves is a beginning of what it would have written; a loss of
+    power may add zeros."""
+    source = write(
+        tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": "x" * i} for i in range(3)]
+    )
     target = tmp_path / "out.jsonl"
     run(source, target, ordered=True)
     whole = target.read_bytes()
-    for end in sorted({*range(0, len(whole), 5), *(i + j for i in range(len(whole)) if whole[i] == 10 for j in (-1, 0, 1))}):
+    for end in sorted(
+        {
+            *range(0, len(whole), 5),
+            *(i + j for i in range(len(whole)) if whole[i] == 10 for j in (-1, 0, 1)),
+        }
+    ):
         for rest in (b"", b"\0" * 5):
             if rest and end < whole.index(b"\n"):
                 continue  # nothing says that it is ours
@@ -165,14 +188,22 @@ def test_cut_anywhere_only_whole_results_are_kept(tmp_path):
             left = Batch(source, target)
             left.close()
             assert left.progress.num_kept == whole[:end].count(b"\n")
-            assert target.read_bytes() == whole[: whole.rindex(b"\n", 0, end) + 1 if left.progress.num_kept else 0]
+            assert (
+                target.read_bytes()
+                == whole[: whole.rindex(b"\n", 0, end) + 1 if left.progress.num_kept else 0]
+            )
     run(source, target, ordered=True)
     assert target.read_bytes() == whole
 
 
 def test_files_that_are_not_ours_are_left_alone(tmp_path, prompts):
     target = tmp_path / "out.jsonl"
-    for content in (b"my notes\n", b'{"id":"batch_req_none"}\n', b'{"id": "batch_req_1_00000000"', b"\0\0"):
+    for content in (
+        b"my notes\n",
+        b'{"id":"batch_req_none"}\n',
+        b'{"id": "batch_req_1_00000000"',
+        b"\0\0",
+    ):
         target.write_bytes(content)
         with pytest.raises(ConfigError, match="something else"):
             Batch(prompts, target)
@@ -232,7 +263,12 @@ async def test_a_server_that_is_busy_or_away_is_asked_again(tmp_path, prompts, m
         bodies.append(body)
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{\n "text":\n %d}' % len(body) if len(bodies) % 2 else b"<html>"})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b'{\n "text":\n %d}' % len(body) if len(bodies) % 2 else b"<html>",
+            }
+        )
 
     async with behind_our_protocol(app) as port:
         backend = Remote(f"http://127.0.0.1:{port}/v1")
@@ -257,23 +293,43 @@ async def test_a_server_that_is_busy_or_away_is_asked_again(tmp_path, prompts, m
 
 
 async def test_an_engine_answers_as_a_server_would(tmp_path, tiny_folder):
-    full = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "The", "seed": 1}}
+    full = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": "The", "seed": 1},
+    }
     source = write(
         tmp_path / "in.jsonl",
-        [full, {"prompt": "The tide"}, {"messages": CHAT}, {"prompt": "The", "model": "other"}, full | {"url": "/v1/none"}]
+        [
+            full,
+            {"prompt": "The tide"},
+            {"messages": CHAT},
+            {"prompt": "The", "model": "other"},
+            full | {"url": "/v1/none"},
+        ]
         + [{"prompt": "The tide"}] * 20,
     )
-    local = Local(Served(EngineOptions(model=str(tiny_folder), served_name="tiny", max_requests=4, threads=1)))
+    local = Local(
+        Served(EngineOptions(model=str(tiny_folder), served_name="tiny", max_requests=4, threads=1))
+    )
     await local.start()
     try:
         assert local.num_at_once == 8
-        files = Batch(source, tmp_path / "out.jsonl", ordered=True, defaults={"max_tokens": 3, "temperature": 0})
+        files = Batch(
+            source,
+            tmp_path / "out.jsonl",
+            ordered=True,
+            defaults={"max_tokens": 3, "temperature": 0},
+        )
         await files.run(local)
         files.close()
     finally:
         await local.close()
     made = read(tmp_path / "out.jsonl")
-    assert [one["response"]["status_code"] for one in made] == [200, 200, 200, 404, 404] + [200] * 20
+    assert [one["response"]["status_code"] for one in made] == [200, 200, 200, 404, 404] + [
+        200
+    ] * 20
     assert made[3]["response"]["body"]["error"]["code"] == "model_not_found"
     assert made[2]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     texts = {one["response"]["body"]["choices"][0]["text"] for one in (made[1], *made[5:])}
@@ -283,16 +339,25 @@ async def test_an_engine_answers_as_a_server_would(tmp_path, tiny_folder):
 
 @pytest.mark.slow
 def test_killed_at_any_point_each_line_is_there_once(tmp_path, tiny_folder):
-    source = write(tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": f"Line {i}"} for i in range(3000)])
+    source = write(
+        tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": f"Line {i}"} for i in range(3000)]
+    )
     target = tmp_path / "out.jsonl"
     command = [
         sys.executable, "-m", "tidemill", "batch", str(source), str(target), "-m", str(tiny_folder), "-n", "2", "-t", "0",
     ]  # fmt: skip
     for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, None):
         before = size_of(target)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         if number is not None:
-            until(lambda process=process, before=before: process.poll() is not None or size_of(target) >= before + 40_000, 0.01)
+            until(
+                lambda process=process, before=before: (
+                    process.poll() is not None or size_of(target) >= before + 40_000
+                ),
+                0.01,
+            )
             process.send_signal(number)
         said, _ = process.communicate()
         assert process.returncode == {None: 0, signal.SIGTERM: 130}.get(number, -9), said

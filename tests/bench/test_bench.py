@@ -1,4 +1,5 @@
-"""Benchmarks: workloads have the given lengths and arrivals, statistics are exact, the load generator is open-loop."""
+"""Benchmarks: workloads have the given lengths and arrivals, statistics are exact, the load
+generator is open-loop."""
 
 import asyncio
 import itertools
@@ -49,7 +50,10 @@ def test_azure_trace(tmp_path):
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,90,16\n"
     )
     items = read_trace(path, limit=10, time_scale=0.5, length_scale=0.5)
-    assert [(item.at_s, len(item.prompt_ids), item.num_output) for item in items] == [(0.0, 187, 22), (pytest.approx(2.0), 45, 8)]
+    assert [(item.at_s, len(item.prompt_ids), item.num_output) for item in items] == [
+        (0.0, 187, 22),
+        (pytest.approx(2.0), 45, 8),
+    ]
 
 
 def test_mooncake_trace_keeps_identical_prefixes(tmp_path):
@@ -60,13 +64,25 @@ def test_mooncake_trace_keeps_identical_prefixes(tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     one, two = read_trace(path, limit=10, max_context=2048)
-    assert (len(one.prompt_ids), len(two.prompt_ids), two.num_output, two.at_s) == (1100, 1024, 1024, 3.0)
+    assert (len(one.prompt_ids), len(two.prompt_ids), two.num_output, two.at_s) == (
+        1100,
+        1024,
+        1024,
+        3.0,
+    )
     assert one.prompt_ids[:1024] == two.prompt_ids[:1024]
-    assert read_trace(path, limit=1)[0].prompt_ids != read_trace(path, limit=2, length_scale=0.9)[1].prompt_ids
+    assert (
+        read_trace(path, limit=1)[0].prompt_ids
+        != read_trace(path, limit=2, length_scale=0.9)[1].prompt_ids
+    )
 
 
 def test_what_is_no_trace_is_said(tmp_path):
-    for name, text in (("a.csv", "x,y\n1,2\n"), ("b.jsonl", "{"), ("c.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n")):
+    for name, text in (
+        ("a.csv", "x,y\n1,2\n"),
+        ("b.jsonl", "{"),
+        ("c.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n"),
+    ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError):
             read_trace(tmp_path / name, limit=5)
@@ -94,7 +110,8 @@ def test_statistics():
 
 
 async def test_the_generator_does_not_wait_for_responses():
-    """A server that responds to nothing until all requests are there: they are sent all the same, and failures are counted."""
+    """A server that responds to nothing until all requests are there: they are sent all the same,
+    and failures are counted."""
     num_seen, all_there = 0, asyncio.Event()
 
     async def withhold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,14 +134,26 @@ async def test_the_generator_does_not_wait_for_responses():
 
 
 def test_policies(tiny_folder, tmp_path):
-    done = bench("policies", str(tiny_folder), "-r", "5", "--json", str(tmp_path / "p.json"), "--plot", str(tmp_path), *SIZES)
+    done = bench(
+        "policies",
+        str(tiny_folder),
+        "-r",
+        "5",
+        "--json",
+        str(tmp_path / "p.json"),
+        "--plot",
+        str(tmp_path),
+        *SIZES,
+    )
     assert done.exit_code == 0, done.output
     assert "5 requests over 8 slots" in done.output
     assert set(json.loads((tmp_path / "p.json").read_text())) == set(POLICIES)
     assert (tmp_path / "policies.png").is_file()
 
 
-@pytest.mark.parametrize("arguments", [("latency", "--repeats", "1"), ("throughput", "-r", "3", "--max-requests", "2")])
+@pytest.mark.parametrize(
+    "arguments", [("latency", "--repeats", "1"), ("throughput", "-r", "3", "--max-requests", "2")]
+)
 def test_offline(tiny_folder, arguments):
     done = bench(*arguments, str(tiny_folder), *SIZES)
     assert done.exit_code == 0, done.output
@@ -132,13 +161,21 @@ def test_offline(tiny_folder, arguments):
 
 
 def test_the_chart_shows_the_figures_of_the_documentation():
-    cpu = {group.name: group.speeds for group in cpu_groups((DOCS / "lab/cpu.md").read_text(encoding="utf-8"))}
-    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "lab/gpu.md").read_text(encoding="utf-8"), "llama8b", "D")}
+    cpu = {
+        group.name: group.speeds
+        for group in cpu_groups((DOCS / "lab/cpu.md").read_text(encoding="utf-8"))
+    }
+    gpu = {
+        group.name: group.speeds
+        for group in gpu_groups((DOCS / "lab/gpu.md").read_text(encoding="utf-8"), "llama8b", "D")
+    }
     assert len(cpu) == 4
     assert len(gpu) == 6
     for speeds in (*cpu.values(), *gpu.values()):
         assert max(speed for engine, speed in speeds.items() if engine != "Tidemill") == 1
-    table = "| m | vLLM | A |\n|---|---|---|\n" + "".join(f"| {name} | 4.00 s | **2.5 s** |\n" for name in GPU_NAMES)
-    assert [group.speeds for group in gpu_groups(table, "m", "A")] == [{"Tidemill": pytest.approx(1.6), "vLLM": 1}] * len(
-        GPU_NAMES
+    table = "| m | vLLM | A |\n|---|---|---|\n" + "".join(
+        f"| {name} | 4.00 s | **2.5 s** |\n" for name in GPU_NAMES
     )
+    assert [group.speeds for group in gpu_groups(table, "m", "A")] == [
+        {"Tidemill": pytest.approx(1.6), "vLLM": 1}
+    ] * len(GPU_NAMES)

@@ -1,4 +1,5 @@
-"""The tally of foreign suites: what counts, and how their flags are read. The suites themselves need checkouts."""
+"""The tally of foreign suites: what counts, and how their flags are read. The suites themselves
+need checkouts."""
 
 import importlib
 import json
@@ -23,7 +24,9 @@ OUTCOMES = [
 def test_a_difference_by_design_counts_as_failed_and_what_is_not_applicable_never_counts(tmp_path):
     for outcome in OUTCOMES:
         append(tmp_path / "results.jsonl", outcome)
-    verdicts = judge(read_outcomes(tmp_path / "results.jsonl"), {"three": "on purpose"}, {"image": "images"})
+    verdicts = judge(
+        read_outcomes(tmp_path / "results.jsonl"), {"three": "on purpose"}, {"image": "images"}
+    )
     kinds = {verdict.test: verdict.kind for verdict in verdicts}
     assert kinds == {
         "a.py::one": "passed", "a.py::two": "without a reason", "a.py::three": "by design", "b.py::image": "not applicable",
@@ -36,15 +39,34 @@ def test_a_difference_by_design_counts_as_failed_and_what_is_not_applicable_neve
 
 
 def test_flags_that_are_dropped_come_back_with_their_values():
-    flags = ["--dtype=half", "--lora_modules", "a=b", "c=d", "--seed", "1", "--enable-lora", "--names", "x"]
-    kept, taken = translated(flags, {"--dtype": 1, "--lora-modules": -1, "--enable-lora": 0, "--names": -1})
+    flags = [
+        "--dtype=half",
+        "--lora_modules",
+        "a=b",
+        "c=d",
+        "--seed",
+        "1",
+        "--enable-lora",
+        "--names",
+        "x",
+    ]
+    kept, taken = translated(
+        flags, {"--dtype": 1, "--lora-modules": -1, "--enable-lora": 0, "--names": -1}
+    )
     assert kept == ["--seed", "1"]
-    assert taken == {"--dtype": ["half"], "--lora-modules": ["a=b", "c=d"], "--enable-lora": [], "--names": ["x"]}
+    assert taken == {
+        "--dtype": ["half"],
+        "--lora-modules": ["a=b", "c=d"],
+        "--enable-lora": [],
+        "--names": ["x"],
+    }
 
 
 def test_names_are_taken_from_a_file_without_the_rest_of_it(tmp_path):
     path = tmp_path / "theirs.py"
-    path.write_text("import nowhere\nKEPT = 1\nBROKEN = nowhere.x\ndef kept(a: Missing): return os.sep, a\ndef other(): pass\n")
+    path.write_text(
+        "import nowhere\nKEPT = 1\nBROKEN = nowhere.x\ndef kept(a: Missing): return os.sep, a\ndef other(): pass\n"
+    )
     space = names_from(path, "KEPT|BROKEN|kept", os=importlib.import_module("os"))
     assert space["KEPT"] == 1
     assert space["kept"](2) == ("/", 2)

@@ -1,4 +1,5 @@
-"""Every script of bench/ and tools/ starts and answers --help. What they call is checked by mypy, which reads both."""
+"""Every script of bench/ and tools/ starts and answers --help. What they call is checked by mypy,
+which reads both."""
 
 import contextlib
 import io
@@ -24,7 +25,8 @@ SHARED = {"bench.gpu_workloads", "bench.parts", "bench.ports"}  # imported by ot
 
 
 def test_each_starts_and_answers_help():
-    """In one process, since each alone would import torch anew. A GPU is needed to measure, and not to start."""
+    """In one process, since each alone would import torch anew. A GPU is needed to measure, and not
+    to start."""
     has_triton = find_spec("triton") is not None
     names = [name for name in NAMES if has_triton or not name.startswith("bench.gpu")]
     command = [sys.executable, "-m", "tests.bench.test_scripts", *names]
@@ -34,9 +36,15 @@ def test_each_starts_and_answers_help():
 
 
 def test_commands_are_written_so_that_they_work():
-    for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "bench").glob("*.py")]:
+    for path in [
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "README.md",
+        *(ROOT / "bench").glob("*.py"),
+    ]:
         for line in path.read_text().splitlines():
-            assert "python bench/" not in line, f"{path}: bench is a package, write python -m bench.NAME: {line}"
+            assert "python bench/" not in line, (
+                f"{path}: bench is a package, write python -m bench.NAME: {line}"
+            )
 
 
 def ask_for_help(name: str) -> None:
@@ -46,7 +54,9 @@ def ask_for_help(name: str) -> None:
             runpy.run_module(name, run_name=name if name in SHARED else "__main__")
     except SystemExit as end:
         code = end.code
-    assert name in SHARED or (code == 0 and "usage" in out.getvalue()), f"{name} --help: {code}, {out.getvalue()!r}"
+    assert name in SHARED or (code == 0 and "usage" in out.getvalue()), (
+        f"{name} --help: {code}, {out.getvalue()!r}"
+    )
 
 
 if __name__ == "__main__":

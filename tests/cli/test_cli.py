@@ -1,4 +1,5 @@
-"""The commands: in this process where that shows as much, else as processes on a terminal, as a person runs them."""
+"""The commands: in this process where that shows as much, else as processes on a terminal, as a
+person runs them."""
 
 import errno
 import io
@@ -53,7 +54,9 @@ def test_generate_prints_the_text_alone_on_stdout(tiny_folder, invoke, capfd):
 
 
 def test_memory(tiny_folder, invoke):
-    done = invoke("memory", str(tiny_folder), "--context", "100", "--requests", "3", "--available", "1G")
+    done = invoke(
+        "memory", str(tiny_folder), "--context", "100", "--requests", "3", "--available", "1G"
+    )
     assert done.exit_code == 0, done.output
     assert "2 · 2 heads · 16 · 3 layers · 4 bytes = 768 a" in done.output
     assert "requests of 100 tokens fit" in done.output
@@ -70,8 +73,19 @@ def test_memory_of_a_model_with_windows_does_not_grow_with_the_context(tmp_path,
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
     def kv_row(context: int) -> str:
-        output = invoke("memory", str(tmp_path), "--dtype", "float32", "--available", "1G", "--context", str(context)).output
-        return next(line for line in output.splitlines() if "KV cache" in line).split("│")[2].strip()
+        output = invoke(
+            "memory",
+            str(tmp_path),
+            "--dtype",
+            "float32",
+            "--available",
+            "1G",
+            "--context",
+            str(context),
+        ).output
+        return (
+            next(line for line in output.splitlines() if "KV cache" in line).split("│")[2].strip()
+        )
 
     # (511 + 256 tokens of a step) / 16 + 1 pages of 4 layers · 2 · 2 heads · 16 · 4 bytes
     assert kv_row(4096) == kv_row(65536) == fmt_bytes(49 * 16 * 4 * 2 * 2 * 16 * 4)
@@ -91,44 +105,104 @@ def test_models(tiny_folder, invoke):
 def test_a_mistake_is_an_error_of_two_lines():
     done = tidemill("serve", "smollm2", "--kv-memory", "lots")
     assert done.returncode == 1
-    assert done.stderr == "error: --kv-memory is 'lots'.\nIt must be an amount of memory like 512M or 4G.\n"
+    assert (
+        done.stderr
+        == "error: --kv-memory is 'lots'.\nIt must be an amount of memory like 512M or 4G.\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["generate", "x", "-m", "/nowhere"], "There is no model '/nowhere'"),
-        (["generate", "x", "-m", "long" * 99], "There is no model 'long"),  # more than a file's name may have
-        (["serve", ",".join(f"name{i}" for i in range(99)) + "=/nowhere", "--port", "0"], "There is no model '/nowhere'"),
+        # more than a file's name may have
+        (["generate", "x", "-m", "long" * 99], "There is no model 'long"),
+        (
+            ["serve", ",".join(f"name{i}" for i in range(99)) + "=/nowhere", "--port", "0"],
+            "There is no model '/nowhere'",
+        ),
         (["generate", "x", "-t", "-1"], "temperature"),
-        (["serve", "smollm2", "--policy", "magic", "--port", "0"], "--policy is 'magic'. Choose one of continuous"),
+        (
+            ["serve", "smollm2", "--policy", "magic", "--port", "0"],
+            "--policy is 'magic'. Choose one of continuous",
+        ),
         (["memory", "smollm2", "--dtype", "int2"], "int2"),
-        (["memory", "smollm2", "--context", "9000"], "--context is 9,000, but the model was made for 8,192."),
-        (["plan", "--model", "llama8", "--rate", "1", "--devices", "1xH200"], "Give a shape (smollm2, qwen06b, llama8b,"),
+        (
+            ["memory", "smollm2", "--context", "9000"],
+            "--context is 9,000, but the model was made for 8,192.",
+        ),
+        (
+            ["plan", "--model", "llama8", "--rate", "1", "--devices", "1xH200"],
+            "Give a shape (smollm2, qwen06b, llama8b,",
+        ),
         (["serve", "--tls-cert", "/nowhere.pem"], "There is no file '/nowhere.pem'."),
-        (["chat", "--threads", "1", "--url", "http://127.0.0.1:1"], "--threads is of a model in this process"),
+        (
+            ["chat", "--threads", "1", "--url", "http://127.0.0.1:1"],
+            "--threads is of a model in this process",
+        ),
         (["chat", "--url", "http://127.0.0.1:1"], "Check that the server runs"),
         (["chat", "--url", "http://127.0.0.1:1", "hello"], "Check that the server runs"),
         (["generate", "x", "-t", "101"], "a number from 0 to 100; got 101"),
         (["run", "llama3.2"], "is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub"),
         (["generate", "x", "--kv-memory", "1M"], "M with --kv-memory, which hold 128 tokens"),
-        (["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"], "http://127.0.0.1:1/v1 does not respond"),
+        (
+            ["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"],
+            "http://127.0.0.1:1/v1 does not respond",
+        ),
         (["bench", "serve", "--url", "http://[::1"], "is not the address of a server"),
         (["bench", "serve", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
-        (["plan", "--model", "llama8b", "--rate", "1", "--devices", "1xH200", "--token-budgets", "\u00b2"], "like 512,2048"),
-        (["plan", "--model", "llama8b", "--rate", "1", "--devices", "1xH200", "--input-tokens", "\u00b2"], "Write 1000"),
+        (
+            [
+                "plan",
+                "--model",
+                "llama8b",
+                "--rate",
+                "1",
+                "--devices",
+                "1xH200",
+                "--token-budgets",
+                "\u00b2",
+            ],
+            "like 512,2048",
+        ),
+        (
+            [
+                "plan",
+                "--model",
+                "llama8b",
+                "--rate",
+                "1",
+                "--devices",
+                "1xH200",
+                "--input-tokens",
+                "\u00b2",
+            ],
+            "Write 1000",
+        ),
         (["plan-layout", "--link", "0"], "--link must be above 0"),
         (["plan-layout", "--ranks", "0", "--hardware", "here"], "--ranks must be from 1"),
         (["serve", "--port", "99999"], "--port is '99999'. It must be an integer from 0 to 65535."),
         (["serve", "--threads", "0"], "--threads is '0'. It must be an integer from 1 to 256."),
         (["serve", "--allowed-origin", "foo"], "An allowed origin is 'foo'."),
-        (["serve", "--chat-template", "/nowhere.jinja", "--port", "0"], "chat_template '/nowhere.jinja' cannot be read"),
-        (["serve", "--chat-template-kwargs", "[1]", "--port", "0"], "chat_template_kwargs is '[1]'."),
-        (["serve", "--chat-template-kwargs", "{a: 1}", "--port", "0"], "chat_template_kwargs is not JSON"),
+        (
+            ["serve", "--chat-template", "/nowhere.jinja", "--port", "0"],
+            "chat_template '/nowhere.jinja' cannot be read",
+        ),
+        (
+            ["serve", "--chat-template-kwargs", "[1]", "--port", "0"],
+            "chat_template_kwargs is '[1]'.",
+        ),
+        (
+            ["serve", "--chat-template-kwargs", "{a: 1}", "--port", "0"],
+            "chat_template_kwargs is not JSON",
+        ),
         (["ps"], "in the foreground"),
         (["stop", "smollm2", "--all"], "Ctrl-C"),
         (["pull", "no-such-model"], "There is no model 'no-such-model'"),
-        (["explain", "x", "--url", "http://127.0.0.1:1"], "Check that the server runs, and its address (--url)."),
+        (
+            ["explain", "x", "--url", "http://127.0.0.1:1"],
+            "Check that the server runs, and its address (--url).",
+        ),
         (["explain", "x", "--url", ""], "Write it like http://HOST:PORT"),
         (["prompt-cache", "list", "--url", "http://[::1"], "Write it like http://HOST:PORT"),
     ],
@@ -139,12 +213,17 @@ def test_mistakes_are_typed_errors(invoke, arguments, words):
     assert words in str(done.exception)
 
 
-@pytest.mark.parametrize("name", ["latency --repeats 0", "throughput --spread nan", "policies --rate inf", "serve --rate nan"])
+@pytest.mark.parametrize(
+    "name",
+    ["latency --repeats 0", "throughput --spread nan", "policies --rate inf", "serve --rate nan"],
+)
 def test_figures_out_of_range_are_refused(invoke, name):
     assert invoke("bench", *name.split()).exit_code == 2
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["generate"], ["pull"], ["bench"], ["bench", "serve"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["chat"], ["generate"], ["pull"], ["bench"], ["bench", "serve"]]
+)
 def test_a_short_flag_shows_the_help(invoke, command):
     done = invoke(*command, "-h")
     assert done.exit_code == 0
@@ -153,8 +232,14 @@ def test_a_short_flag_shows_the_help(invoke, command):
 
 
 def test_a_temperature_that_makes_noise_is_warned_of(tiny_folder, invoke):
-    assert "above a temperature of 2" in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "9").output
-    assert "temperature" not in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "2").output
+    assert (
+        "above a temperature of 2"
+        in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "9").output
+    )
+    assert (
+        "temperature"
+        not in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "2").output
+    )
 
 
 def test_a_bad_key_names_its_source(invoke, tmp_path):
@@ -183,7 +268,10 @@ COMPLETES = """if True:
 
 def complete(*lines: str) -> list[list[str]]:
     """What a shell is offered after each of these beginnings of a command."""
-    command, settings = [sys.executable, "-c", COMPLETES, *lines], {"_TIDEMILL_COMPLETE": "complete_bash"}
+    command, settings = (
+        [sys.executable, "-c", COMPLETES, *lines],
+        {"_TIDEMILL_COMPLETE": "complete_bash"},
+    )
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     return [offered.split() for offered in done.stdout.split("---")[:-1]]
 
@@ -201,9 +289,14 @@ def test_completion(invoke, tmp_path):
     ("error", "line"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device.\n"),
-        (PermissionError(errno.EACCES, "Permission denied", "/made"), "error: Permission denied: /made.\n"),
         (
-            SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)"),
+            PermissionError(errno.EACCES, "Permission denied", "/made"),
+            "error: Permission denied: /made.\n",
+        ),
+        (
+            SafetensorError(
+                "Error while serializing: I/O error: Read-only file system (os error 30)"
+            ),
             "error: Read-only file system.\n",
         ),
     ],
@@ -227,7 +320,9 @@ def test_other_errors_of_the_system_are_raised(monkeypatch):
         cli.main()
 
 
-def test_the_limit_for_stalled_steps_reaches_the_supervisor(tiny_folder, invoke, monkeypatch, tmp_path):
+def test_the_limit_for_stalled_steps_reaches_the_supervisor(
+    tiny_folder, invoke, monkeypatch, tmp_path
+):
     seen: list[object] = []
 
     class Client(EngineClient):
@@ -239,7 +334,16 @@ def test_the_limit_for_stalled_steps_reaches_the_supervisor(tiny_folder, invoke,
             raise EngineDead("Far enough.")
 
     monkeypatch.setattr(run, "EngineClient", Client)
-    done = invoke("serve", str(tiny_folder), "--port", "0", "--stall-seconds", "2.5", "--data-dir", str(tmp_path))
+    done = invoke(
+        "serve",
+        str(tiny_folder),
+        "--port",
+        "0",
+        "--stall-seconds",
+        "2.5",
+        "--data-dir",
+        str(tmp_path),
+    )
     assert str(done.exception) == "Far enough."
     assert 2.5 in seen
 
@@ -262,7 +366,8 @@ class Terminal:
         os.close(self._fd)
 
     def until(self, pattern: str) -> re.Match:
-        """Read until the pattern is found in what was not looked at yet. What never comes meets the test's own time limit."""
+        """Read until the pattern is found in what was not looked at yet. What never comes meets the
+        test's own time limit."""
         while not (found := re.search(pattern, self.seen, re.S)):
             try:
                 self.seen += os.read(self._fd, 65536).decode(errors="replace")
@@ -275,7 +380,8 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def interrupt_until(self, pattern: str) -> None:
-        """Ctrl-C, again and again: one that comes just before readline waits for a key is noticed with the next."""
+        """Ctrl-C, again and again: one that comes just before readline waits for a key is noticed
+        with the next."""
         while not re.search(pattern, self.seen, re.S):
             self.type("\x03")
             if select.select([self._fd], [], [], 1.0)[0]:
@@ -366,7 +472,9 @@ def test_a_conversation_on_a_terminal(tmp_path, terminal, monkeypatch):
 
 
 def test_chat_without_a_terminal_and_with_one_question(tiny_folder, invoke):
-    done = invoke("chat", str(tiny_folder), "-n", "3", "-t", "0", input="one\\\ntwo\n/system x\nthree\n")
+    done = invoke(
+        "chat", str(tiny_folder), "-n", "3", "-t", "0", input="one\\\ntwo\n/system x\nthree\n"
+    )
     assert done.exit_code == 0, done.output
     assert done.output.count("3 generated") == 2
     alone = invoke("run", str(tiny_folder), "one\ntwo", "-n", "3", "-t", "0")
@@ -388,12 +496,16 @@ def test_serve_with_a_config_file_until_ctrl_c(tiny_folder, tmp_path, terminal):
         admin-key = "{KEY}"
     """)
     server = terminal("serve", "--config", str(file))
-    table = server.until("Tidemill serves tiny on (http://[0-9.:]+) .*curl .*Authorization: Bearer YOUR_KEY")
+    table = server.until(
+        "Tidemill serves tiny on (http://[0-9.:]+) .*curl .*Authorization: Bearer YOUR_KEY"
+    )
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", table.string)  # without colours
     assert re.search(r"slots +│ 3 sequences +│ given", shown)
     assert re.search(r"queue +│ 7 requests", shown)
     assert KEY not in table.string
-    request = urllib.request.Request(f"{table[1]}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    request = urllib.request.Request(
+        f"{table[1]}/v1/models", headers={"Authorization": f"Bearer {KEY}"}
+    )
     with urllib.request.urlopen(request) as reply:
         assert json.load(reply)["data"][0]["id"] == "tiny"
     server.type("\x03")
@@ -416,6 +528,12 @@ def test_loading_has_figures_once_they_are_known():
             bar.show(done, 2 * 10**9)
             bar._progress.refresh()
     shown = console.file.getvalue()
-    stages = re.findall("Starting the engine|Loading weights.*?1.0/2.0 GB|Preparing the engine", shown)
-    assert list(dict.fromkeys(stage[:15] for stage in stages)) == ["Starting the en", "Loading weights", "Preparing the e"]
+    stages = re.findall(
+        "Starting the engine|Loading weights.*?1.0/2.0 GB|Preparing the engine", shown
+    )
+    assert list(dict.fromkeys(stage[:15] for stage in stages)) == [
+        "Starting the en",
+        "Loading weights",
+        "Preparing the e",
+    ]
     assert "?" not in re.sub(r"\x1b\[\?", "", shown)

@@ -1,4 +1,5 @@
-"""Flags of vLLM, SGLang and llama.cpp: the same meaning, no effect with a note, or an error with the nearest name."""
+"""Flags of vLLM, SGLang and llama.cpp: the same meaning, no effect with a note, or an error with
+the nearest name."""
 
 import os
 import re
@@ -25,7 +26,10 @@ def read(command: str, *args: str) -> list[str]:
     [
         ("--max-model-len 4096 --max-num-seqs=8", "--max-context 4096 --max-requests 8"),
         ("--max_model_len 4096", "--max-context 4096"),
-        ("--max-num-batched-tokens 512 --served-model-name x", "--token-budget 512 --served-name x"),
+        (
+            "--max-num-batched-tokens 512 --served-model-name x",
+            "--token-budget 512 --served-name x",
+        ),
         ("--enable-prefix-caching --dtype bfloat16", "--prefix-caching --dtype bfloat16"),
         ("--no-enable-prefix-caching", "--no-prefix-caching"),
         ("--enable-force-include-usage --no-slots", "--force-include-usage --no-slots"),
@@ -33,34 +37,59 @@ def read(command: str, *args: str) -> list[str]:
             "-m model.gguf -c 2048 -np 4 -t 2 --host 0.0.0.0",
             "-m model.gguf --max-context 2048 --max-requests 4 --threads 2 --host 0.0.0.0",
         ),
-        ("-hf org/name:Q8_0 --alias x --api-key k", "--model org/name:Q8_0 --served-name x --api-key k"),
+        (
+            "-hf org/name:Q8_0 --alias x --api-key k",
+            "--model org/name:Q8_0 --served-name x --api-key k",
+        ),
         ("--model smollm2 -c 0 -np -1", "--model smollm2"),
         ("--chat-template-file t.jinja", "--chat-template t.jinja"),
         ("--default-chat-template-kwargs {}", "--chat-template-kwargs {}"),
         ("-ngl 0", "--device cpu"),
         ("-q awq -q fp8", "--quantization fp8"),
-        ("-tp 2 --pipeline-parallel-size 3 -ep", "--tensor-parallel 2 --pipeline-parallel 3 --expert-parallel"),
+        (
+            "-tp 2 --pipeline-parallel-size 3 -ep",
+            "--tensor-parallel 2 --pipeline-parallel 3 --expert-parallel",
+        ),
         ("--api-key -c smollm2", "--api-key -c smollm2"),
         ("-- --jinja", "-- --jinja"),
-        ("--tool-call-parser hermes --reasoning-budget 64", "--tool-parser hermes --thinking-token-budget 64"),
+        (
+            "--tool-call-parser hermes --reasoning-budget 64",
+            "--tool-parser hermes --thinking-token-budget 64",
+        ),
         ("--reasoning auto --reasoning-format deepseek --reasoning-effort default", ""),
         ("--reasoning-format none --no-webui", "--reasoning-parser none --no-ui"),
-        ("-n 64 --sleep-idle-seconds 60 -md small.gguf", "--default-max-tokens 64 --idle-unload 60 --draft-model small.gguf"),
-        ("--cors-origins localhost,https://a.b", "--allowed-origin localhost --allowed-origin https://a.b"),
+        (
+            "-n 64 --sleep-idle-seconds 60 -md small.gguf",
+            "--default-max-tokens 64 --idle-unload 60 --draft-model small.gguf",
+        ),
+        (
+            "--cors-origins localhost,https://a.b",
+            "--allowed-origin localhost --allowed-origin https://a.b",
+        ),
         ("x --served-model-name a b --uds s", "x --served-name a,b --unix-socket s"),
         ("--served-model-name a x", "--served-name a x"),
         ("--generation-config vllm", "--sampling-defaults neutral"),
         ("--generation-config auto", ""),
         ("--ep-size 4 --expert-parallel-size 1", "--expert-parallel"),
         ("--hicache-size 30", "--kv-host-memory 30GB"),
-        ("x --lora-modules a=p b=q --schedule-policy lpm", "x --lora a=p --lora b=q --queue-order prefix"),
-        ("--skip-chat-parsing --kv-offloading-size 2", "--tool-parser none --reasoning-parser none --kv-host-memory 2GiB"),
+        (
+            "x --lora-modules a=p b=q --schedule-policy lpm",
+            "x --lora a=p --lora b=q --queue-order prefix",
+        ),
+        (
+            "--skip-chat-parsing --kv-offloading-size 2",
+            "--tool-parser none --reasoning-parser none --kv-host-memory 2GiB",
+        ),
         ("-tp=2 -q=fp8", "--tensor-parallel 2 --quantization fp8"),
-        ("--context-len 8192 --served-model x", "--max-context 8192 --served-name x"),  # the beginnings of flags
+        # the beginnings of flags
+        ("--context-len 8192 --served-model x", "--max-context 8192 --served-name x"),
         ("--override-generation-config.top_k 4", '--sampling-defaults {"top_k":4}'),
         ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization 0.5"),
         ("--mem-fraction-static 0.5", "--gpu-memory-utilization 0.5"),
-        ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
+        (
+            "--model-path x --tp 2 --context-length 512",
+            "--model x --tensor-parallel 2 --max-context 512",
+        ),
     ],
 )
 def test_the_same_meaning(given, ours, capsys):
@@ -70,10 +99,24 @@ def test_the_same_meaning(given, ours, capsys):
 
 def test_a_seed_and_adapters_keep_their_words(capsys):
     assert read("serve", "-s", "7") == ["--sampling-defaults", '{"seed": 7}']
-    assert read("serve", "--seed", "7", "-c", "512") == ["--sampling-defaults", '{"seed": 7}', "--max-context", "512"]
-    assert read("serve", "--seed=-1", "--temp", "0.5") == ["--sampling-defaults", '{"temperature": 0.5}']
+    assert read("serve", "--seed", "7", "-c", "512") == [
+        "--sampling-defaults",
+        '{"seed": 7}',
+        "--max-context",
+        "512",
+    ]
+    assert read("serve", "--seed=-1", "--temp", "0.5") == [
+        "--sampling-defaults",
+        '{"temperature": 0.5}',
+    ]
     module = '{"name": "a", "path": "/x,y"}'
-    assert read("serve", "x", "--lora-modules", module, "b=/p,q") == ["x", "--lora", module, "--lora", "b=/p,q"]
+    assert read("serve", "x", "--lora-modules", module, "b=/p,q") == [
+        "x",
+        "--lora",
+        module,
+        "--lora",
+        "b=/p,q",
+    ]
     assert not capsys.readouterr().err
 
 
@@ -86,8 +129,15 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--thinking-token-budget": "0",
     }
     given = '--generation-config vllm --override-generation-config={"temperature":0.5,"top_k":4} --temp 0.7'
-    assert read("serve", *given.split()) == ["--sampling-defaults", '{"base": "neutral", "temperature": 0.7, "top_k": 4}']
-    assert read("generate", "x", "--reasoning", "off") == ["x", "--chat-template-kwargs", '{"enable_thinking": false}']
+    assert read("serve", *given.split()) == [
+        "--sampling-defaults",
+        '{"base": "neutral", "temperature": 0.7, "top_k": 4}',
+    ]
+    assert read("generate", "x", "--reasoning", "off") == [
+        "x",
+        "--chat-template-kwargs",
+        '{"enable_thinking": false}',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +177,9 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
 )
 def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
     assert read("serve", *given.split(), "--port", "1") == ["--port", "1"]
-    assert re.search(f"note: {re.split('[ =.3]', given)[0]} has no effect: ", capsys.readouterr().err)
+    assert re.search(
+        f"note: {re.split('[ =.3]', given)[0]} has no effect: ", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +231,14 @@ def test_all_options_that_cannot_be_used_are_named_at_once():
         read("serve", *given.split())
     first, *others = caught.value.message.splitlines()
     assert first == "6 options cannot be used:"
-    words = ["--cpu-offload-gb", "mean --max-model-len?", "option -mm", "option --frobnicate", "-ctk q8_0", "needs a value"]
+    words = [
+        "--cpu-offload-gb",
+        "mean --max-model-len?",
+        "option -mm",
+        "option --frobnicate",
+        "-ctk q8_0",
+        "needs a value",
+    ]
     assert all(one in line for one, line in zip(words, others, strict=True))
 
 
@@ -188,7 +247,11 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.environ", dict(os.environ))
     assert read("serve", "--offline", "--hf-token", "t", "--download-dir", "/models") == []
-    assert [os.environ[name] for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE")] == ["1", "t", "/models"]
+    assert [os.environ[name] for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE")] == [
+        "1",
+        "t",
+        "/models",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +263,10 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         ("temp", "Write sampling-defaults = '{\"temperature\": ...}'."),
         ("reasoning-format", "See reasoning-parser."),
         ("hf-token", "Set the environment variable HF_TOKEN."),
-        ("trust-remote-code", "Leave it out. It has no effect: code in a model's repository is never run"),
+        (
+            "trust-remote-code",
+            "Leave it out. It has no effect: code in a model's repository is never run",
+        ),
         ("enforce-eager", "Leave it out. It has no effect: it changes no answer."),
         ("speculative-num-steps", "Did you mean speculate?"),
         ("max-contex", "Did you mean max-context?"),
@@ -216,9 +282,23 @@ def test_keys_of_a_config_file_that_are_anothers(key, words, tmp_path):
 
 
 def test_other_commands_have_their_own_short_flags():
-    assert read("generate", "x", "-t", "0.5", "-n", "3", "-m", "y") == ["x", "-t", "0.5", "-n", "3", "-m", "y"]
+    assert read("generate", "x", "-t", "0.5", "-n", "3", "-m", "y") == [
+        "x",
+        "-t",
+        "0.5",
+        "-n",
+        "3",
+        "-m",
+        "y",
+    ]
     assert read("generate", "-", "-n5", "-m", "-5") == ["-", "-n5", "-m", "-5"]
-    assert read("chat", "-m", "y", "--temp", "0.5", "-sys", "be brief") == ["y", "--temperature", "0.5", "--system", "be brief"]
+    assert read("chat", "-m", "y", "--temp", "0.5", "-sys", "be brief") == [
+        "y",
+        "--temperature",
+        "0.5",
+        "--system",
+        "be brief",
+    ]
 
 
 def test_every_entry_stands_for_a_real_option():
@@ -229,7 +309,11 @@ def test_every_entry_stands_for_a_real_option():
         for opt in (*param.opts, *param.secondary_opts)
     }
     for each in FOREIGN:
-        meant = {*each.ours, each.inside[0], *(word for words in each.stands_for.values() for word in words[::2])} - {""}
+        meant = {
+            *each.ours,
+            each.inside[0],
+            *(word for words in each.stands_for.values() for word in words[::2]),
+        } - {""}
         assert meant - {"MODEL"} <= known, each.names
         assert meant or each.why or each.variable
     flags = [flag for each in FOREIGN for flag in each.flags]

@@ -1,4 +1,5 @@
-"""Help: commands by groups; of many options the basic ones, by sections, and all of them with --help-all."""
+"""Help: commands by groups; of many options the basic ones, by sections, and all of them with
+--help-all."""
 
 import pytest
 from typer.testing import CliRunner
@@ -27,7 +28,11 @@ def test_commands_are_listed_by_groups_each_in_a_line(columns):
     text = shown("--help", columns=columns)
     assert "..." not in text.split("Run models:")[1]
     assert all(len(line) <= columns for line in text.splitlines())
-    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].islower()]
+    listed = [
+        line.split()[0]
+        for line in text.splitlines()
+        if line.startswith("  ") and line[2:3].islower()
+    ]
     assert listed == [name for names in GROUPS.values() for name in names]
     assert listed[:4] == ["serve", "chat", "generate", "models"]
 

@@ -1,4 +1,5 @@
-"""One table of options: flags, environment, config file and docs agree, and a wrong value names its source."""
+"""One table of options: flags, environment, config file and docs agree, and a wrong value names its
+source."""
 
 import os
 import re
@@ -43,7 +44,9 @@ def invoke(*arguments: str, **environ: str):
 
 
 def test_the_table_covers_the_engine_and_nothing_is_there_twice():
-    assert {option.field for option in OPTIONS if option.field} == {field.name for field in fields(EngineOptions)}
+    assert {option.field for option in OPTIONS if option.field} == {
+        field.name for field in fields(EngineOptions)
+    }
     assert len(BY_NAME) == len(OPTIONS)
     assert BY_NAME["policy"].choices == tuple(POLICIES)
     assert BY_NAME["prefix-index"].choices == tuple(INDEXES)
@@ -56,7 +59,12 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(t
     file = toml('max-context = 100\nport = 1\nhost = "::1"')
     environ = {"TIDEMILL_MAX_CONTEXT": "200", "TIDEMILL_PORT": "2"}
     settings = read(flags={"max-context": "300", "port": None}, environ=environ, file=file)
-    assert [settings[name] for name in ("max-context", "port", "host", "drain-seconds")] == [300, 2, "::1", 30.0]
+    assert [settings[name] for name in ("max-context", "port", "host", "drain-seconds")] == [
+        300,
+        2,
+        "::1",
+        30.0,
+    ]
     shown = {name: source for name, _, source in settings.shown()}
     assert shown["max-context"] == "--max-context"
     assert shown["port"] == "TIDEMILL_PORT"
@@ -112,7 +120,10 @@ def test_a_wrong_value_names_its_source_and_what_is_allowed(toml, name, wrong, w
     text = wrong.strip('"')
     if wrong.startswith('"') and text:
         for source, more in (
-            (f"TIDEMILL_{name.replace('-', '_').upper()}", {"environ": {f"TIDEMILL_{name.replace('-', '_').upper()}": text}}),
+            (
+                f"TIDEMILL_{name.replace('-', '_').upper()}",
+                {"environ": {f"TIDEMILL_{name.replace('-', '_').upper()}": text}},
+            ),
             (f"--{name}", {"flags": {name: text}}),
         ):
             with pytest.raises(ConfigError) as caught:
@@ -125,11 +136,23 @@ def test_a_wrong_value_names_its_source_and_what_is_allowed(toml, name, wrong, w
     ("text", "words", "fix"),
     [
         ("max-contxt = 5", "'max-contxt', which is not an option", "Did you mean max-context?"),
-        ("[server]\nport = 5", "'server', which is not an option", "docs/reference/options.md lists them."),
-        ("max-model-len = 5", "'max-model-len', which is not an option", "Did you mean max-context?"),
+        (
+            "[server]\nport = 5",
+            "'server', which is not an option",
+            "docs/reference/options.md lists them.",
+        ),
+        (
+            "max-model-len = 5",
+            "'max-model-len', which is not an option",
+            "Did you mean max-context?",
+        ),
         ("max-context = 5\nmax_context = 6", "max-context twice", "Keep one"),
         ("max-context: 5", "is not TOML", "max-context = 4096"),
-        ("config = 'other.toml'", "'config', which is not an option", "docs/reference/options.md lists them."),
+        (
+            "config = 'other.toml'",
+            "'config', which is not an option",
+            "docs/reference/options.md lists them.",
+        ),
     ],
 )
 def test_a_wrong_file_is_a_typed_error(toml, text, words, fix):
@@ -145,7 +168,9 @@ def test_a_value_that_only_the_engine_can_refuse_names_its_source_too(tiny_folde
     file = toml("max-context = 9000")
     done = invoke("generate", "x", "-m", str(tiny_folder), "--config", str(file))
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.message.endswith(f"the model was made for 512. It is set by max-context in {file}.")
+    assert done.exception.message.endswith(
+        f"the model was made for 512. It is set by max-context in {file}."
+    )
     done = invoke("generate", "x", "-m", str(tiny_folder), TIDEMILL_PAGE_SIZE="3")
     assert done.exception.message == "page_size is 3. It is set by TIDEMILL_PAGE_SIZE."
     done = invoke("generate", "x", "-m", str(tiny_folder), "--page-size", "3")
@@ -153,8 +178,18 @@ def test_a_value_that_only_the_engine_can_refuse_names_its_source_too(tiny_folde
 
 
 def test_variables_that_look_like_options_are_reported():
-    (line,) = misspelled({"TIDEMILL_MAX_CONTXT": "1", "TIDEMILL_PORT": "1", "TIDEMILL_SERVICE_HOST": "10.0.0.1", "PATH": ""})
-    assert line == "TIDEMILL_MAX_CONTXT is not an option and is ignored. Did you mean TIDEMILL_MAX_CONTEXT?"
+    (line,) = misspelled(
+        {
+            "TIDEMILL_MAX_CONTXT": "1",
+            "TIDEMILL_PORT": "1",
+            "TIDEMILL_SERVICE_HOST": "10.0.0.1",
+            "PATH": "",
+        }
+    )
+    assert (
+        line
+        == "TIDEMILL_MAX_CONTXT is not an option and is ignored. Did you mean TIDEMILL_MAX_CONTEXT?"
+    )
     with pytest.raises(ConfigError, match="enableServiceLinks"):
         read("port", environ={"TIDEMILL_PORT": "tcp://10.0.0.1:8000"})
 
@@ -184,7 +219,9 @@ def test_every_option_is_a_flag_of_serve_and_engine_options_of_the_others():
                 taken = command in ("generate", "chat") and option.name != "max-loras"
                 assert (option.flag in helps[command]) == taken, (command, option.name)
                 continue
-            assert all((flag in helps[command]) == (option.name in ENGINE_NAMES) for flag in flags), (command, option.name)
+            assert all(
+                (flag in helps[command]) == (option.name in ENGINE_NAMES) for flag in flags
+            ), (command, option.name)
 
 
 def test_the_docs_are_current():

@@ -35,7 +35,11 @@ def asked():
             made = {"name": "n", "tokens": 20, "pinned_tokens": 16, "expires_in": 9, "data": []}
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(made | {"usage": {"prompt_tokens_details": {"cached_tokens": 8}}}).encode())
+            self.wfile.write(
+                json.dumps(
+                    made | {"usage": {"prompt_tokens_details": {"cached_tokens": 8}}}
+                ).encode()
+            )
 
         do_GET = do_POST = do_DELETE = answer
 
@@ -53,14 +57,20 @@ def test_what_a_server_is_asked(asked, tmp_path):
     messages = tmp_path / "messages.json"
     messages.write_text(json.dumps([{"role": "user", "content": "x"}]))
     url = asked.pop()
-    assert "16 of 20 tokens are pinned" in invoke("save", "n", "--prompt", "abc", "--ttl", 9, "--url", url)
+    assert "16 of 20 tokens are pinned" in invoke(
+        "save", "n", "--prompt", "abc", "--ttl", 9, "--url", url
+    )
     invoke("save", "m", "--messages", messages, "--fork", "n", "--url", url)
     invoke("extend", "n", "--ttl", 60, "--url", url)
     invoke("list", "--url", url)
     invoke("rm", "n", "m", "--url", url)
     assert asked == [
         ("POST", "/v1/prompt_caches", {"name": "n", "ttl": 9, "prompt": "abc"}),
-        ("POST", "/v1/prompt_caches/n/fork", {"name": "m", "ttl": 3600, "messages": [{"role": "user", "content": "x"}]}),
+        (
+            "POST",
+            "/v1/prompt_caches/n/fork",
+            {"name": "m", "ttl": 3600, "messages": [{"role": "user", "content": "x"}]},
+        ),
         ("POST", "/v1/prompt_caches/n", {"ttl": 60}),
         ("GET", "/v1/prompt_caches", None),
         ("DELETE", "/v1/prompt_caches/n", None),
@@ -70,10 +80,13 @@ def test_what_a_server_is_asked(asked, tmp_path):
 
 def test_saved_in_a_folder_and_found_by_another_engine(tiny_folder, tmp_path, asked, monkeypatch):
     monkeypatch.setenv("TIDEMILL_SPECULATE", "off")
-    monkeypatch.setenv("TIDEMILL_KV_POLICY", '{"kind": "window", "recent": 20}')  # of requests, not of what is saved
+    # of requests, not of what is saved
+    monkeypatch.setenv("TIDEMILL_KV_POLICY", '{"kind": "window", "recent": 20}')
     folder = tmp_path / "caches"
     plain = LLM(str(tiny_folder), speculate="off", progress=False).generate(TEXT + " So", GREEDY)[0]
-    assert "0 of them were in" in invoke("save", "tides", "--folder", folder, "--model", tiny_folder, "--prompt", TEXT)
+    assert "0 of them were in" in invoke(
+        "save", "tides", "--folder", folder, "--model", tiny_folder, "--prompt", TEXT
+    )
     assert "tides" in invoke("list", "--folder", folder)
     llm = LLM(str(tiny_folder), speculate="off", progress=False, kv_disk=f"{folder}:1G")
     found = llm.generate(TEXT + " So", GREEDY)[0]
@@ -82,7 +95,11 @@ def test_saved_in_a_folder_and_found_by_another_engine(tiny_folder, tmp_path, as
     assert found.outputs[0].token_ids == plain.outputs[0].token_ids
     url = asked.pop()
     assert "8 were found" in invoke("load", "tides", "--folder", folder, "--url", url)
-    assert asked[0][2] == {"name": "tides", "ttl": 3600, "prompt": found.prompt_token_ids[: len(TEXT)]}
+    assert asked[0][2] == {
+        "name": "tides",
+        "ttl": 3600,
+        "prompt": found.prompt_token_ids[: len(TEXT)],
+    }
     file = next(folder.glob("*.prompt.json"))
     file.write_text(file.read_text().replace('"token_ids": [', '"token_ids": [7, '))
     with pytest.raises(TidemillError, match="changed after it was saved"):

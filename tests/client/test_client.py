@@ -16,14 +16,17 @@ from tidemill.client import Address, AsyncClient, BadResponse, Client, Unreachab
 from tidemill.client.streams import Events, chunks
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, TidemillError
 
-CHUNKS = [{"text": "caf\u00e9 \u2028 \u0085"}, {"text": "b"}]  # characters that Unicode takes for ends of lines
+# characters that Unicode takes for ends of lines
+CHUNKS = [{"text": "caf\u00e9 \u2028 \u0085"}, {"text": "b"}]
 
 
 def _error(kind):
     return b'data: {"error": {"message": "too much", "type": "%b"}}\n\n' % kind.encode()
 
 
-WHOLE = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in CHUNKS] + [b"data: [DONE]\n\n"]
+WHOLE = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in CHUNKS] + [
+    b"data: [DONE]\n\n"
+]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,7 +40,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append((self.path, self.headers["Authorization"], json.loads(data) if data else None))
+        self.server.asked.append(
+            (self.path, self.headers["Authorization"], json.loads(data) if data else None)
+        )
         self.send_response(self.server.status)
         if isinstance(self.server.reply, bytes):
             self.send_header("Content-Length", str(len(self.server.reply)))
@@ -150,8 +155,21 @@ def test_addresses(text, url, unix_socket):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "localhost", "localhost:1 ", "ftp://a:1", "http://", "http://[::1", "http://a:b", "a:1?x=1", "me@a:1", "unix:",
-     "http://a:65536", "http://a..b:1"],
+    "text",
+    [
+        "",
+        "localhost",
+        "localhost:1 ",
+        "ftp://a:1",
+        "http://",
+        "http://[::1",
+        "http://a:b",
+        "a:1?x=1",
+        "me@a:1",
+        "unix:",
+        "http://a:65536",
+        "http://a..b:1",
+    ],
 )
 def test_what_is_no_address(text):
     with pytest.raises(ConfigError, match="http://HOST:PORT, HOST:PORT or unix:PATH"):
@@ -164,7 +182,11 @@ def test_events_are_the_same_wherever_parts_are_cut():
         for second in range(first, len(stream)):
             events = Events()
             parts = (stream[:first], stream[first:second], stream[second:])
-            assert [data for part in parts for data in events.feed(part)] == [b"{1\n2}", b"[3]", b"\xe2\x80\xa8"]
+            assert [data for part in parts for data in events.feed(part)] == [
+                b"{1\n2}",
+                b"[3]",
+                b"\xe2\x80\xa8",
+            ]
 
 
 def test_an_event_of_many_parts_takes_linear_time_and_bounded_memory(monkeypatch):
@@ -191,7 +213,9 @@ def test_settings_of_the_environment_that_cannot_be_used(monkeypatch, name, valu
 @both
 def test_requests_and_whole_streams_share_a_connection(server, kind, monkeypatch):
     monkeypatch.setenv("TIDEMILL_API_KEY", "first second")
-    with kind(server.url + (":/root/v1" if server.url.startswith("unix:") else "/root/v1")) as client:
+    with kind(
+        server.url + (":/root/v1" if server.url.startswith("unix:") else "/root/v1")
+    ) as client:
         assert client.read("/v1/completions", {"prompt": "\ud83d"}) == CHUNKS
         server.reply = b'{"a": 1}'
         assert client.json("GET", "/v1/models") == {"a": 1}
@@ -220,7 +244,12 @@ def test_a_stream_that_is_left_ends_the_request(server, kind):
 @pytest.mark.parametrize(
     ("reply", "then", "error", "words"),
     [
-        (WHOLE[:2], "end", BadResponse, "ended a response before it was complete. Check the server's log."),
+        (
+            WHOLE[:2],
+            "end",
+            BadResponse,
+            "ended a response before it was complete. Check the server's log.",
+        ),
         (WHOLE[:2], "break", Unreachable, "does not respond"),
         ([b"data: <html>\n\n"], "end", BadResponse, "no JSON object"),
         ([b"data: [1]\n\n"], "end", BadResponse, "no JSON object"),
@@ -241,12 +270,22 @@ def test_streams_that_break_off(server, kind, reply, then, error, words):
 @pytest.mark.parametrize(
     ("status", "reply", "error", "words"),
     [
-        (401, b'{"error": {"message": "Who?"}}', WrongKey, "Who\\? Give its key with --api-key or in TIDEMILL_API_KEY."),
+        (
+            401,
+            b'{"error": {"message": "Who?"}}',
+            WrongKey,
+            "Who\\? Give its key with --api-key or in TIDEMILL_API_KEY.",
+        ),
         (401, b"", WrongKey, "TIDEMILL_API_KEY"),
         (404, b"<html>", BadResponse, "answers with status 404. Check that a server"),
         (404, b'{"error": "no such model"}', InvalidRequest, "refuses it .404.: no such model"),
         (404, b'{"error": {"message": 5, "code": [1]}}', InvalidRequest, "5"),
-        (400, b'{"error": {"message": "m", "code": "context_length_exceeded"}}', ContextTooLong, "m"),
+        (
+            400,
+            b'{"error": {"message": "m", "code": "context_length_exceeded"}}',
+            ContextTooLong,
+            "m",
+        ),
         (500, b'{"error": {"message": "oh"}}', TidemillError, "refuses it .500.: oh"),
         (307, b"{}", BadResponse, "status 307"),
     ],
@@ -261,7 +300,10 @@ def test_refusals(server, kind, is_streamed, status, reply, error, words):
 @both
 def test_other_servers(server, kind):
     for server.reply in (b"<html>", b"[1]", b""):
-        with kind(server.url) as client, pytest.raises(BadResponse, match="no JSON object at /v1/models"):
+        with (
+            kind(server.url) as client,
+            pytest.raises(BadResponse, match="no JSON object at /v1/models"),
+        ):
             client.json("GET", "/v1/models")
 
 
@@ -270,7 +312,10 @@ def test_unreachable(kind, tmp_path):
     with socket.socket() as bound:  # it does not listen
         bound.bind(("127.0.0.1", 0))
         for url in (f"127.0.0.1:{bound.getsockname()[1]}", f"unix:{tmp_path}/none"):
-            with kind(url) as client, pytest.raises(Unreachable, match=r"does not respond: .*Check that the server runs"):
+            with (
+                kind(url) as client,
+                pytest.raises(Unreachable, match=r"does not respond: .*Check that the server runs"),
+            ):
                 client.json("GET", "/v1/models")
 
 

@@ -1,6 +1,8 @@
-"""Client libraries against a server of this tree: `make test-clients`, which prints the table of docs/lab/clients.md.
+"""Client libraries against a server of this tree: `make test-clients`, which prints the table of
+docs/lab/clients.md.
 
-Each library has an environment of its own under .venv-clients/, with the newest releases of what it needs.
+Each library has an environment of its own under .venv-clients/, with the newest releases of what it
+needs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Library:
-    """A client library: its packages, the first of which is the library itself, and the file of its checks."""
+    """A client library: its packages, the first of which is the library itself, and the file of its
+    checks."""
 
     name: str
     checks: str
@@ -62,16 +65,44 @@ class Library:
             return
         if not (self.folder / "bin" / "python").exists():
             _run([sys.executable, "-m", "venv", str(self.folder)])
-        pip = [str(self.folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", "--upgrade"]
-        _run([*pip, "--upgrade-strategy", "eager", "pytest", "pytest-asyncio", "pytest-timeout", *self.packages])
+        pip = [
+            str(self.folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-compile",
+            "--upgrade",
+        ]
+        _run(
+            [
+                *pip,
+                "--upgrade-strategy",
+                "eager",
+                "pytest",
+                "pytest-asyncio",
+                "pytest-timeout",
+                *self.packages,
+            ]
+        )
 
     def versions(self) -> str:
         names = [re.sub(r"(?<=.)@.*|\[.*", "", name) for name in self.packages]
         if self.is_node:
-            manifests = [json.loads((self.folder / "node_modules" / name / "package.json").read_text()) for name in names]
-            return ", ".join(f"{name} {one['version']}" for name, one in zip(names, manifests, strict=True))
+            manifests = [
+                json.loads((self.folder / "node_modules" / name / "package.json").read_text())
+                for name in names
+            ]
+            return ", ".join(
+                f"{name} {one['version']}" for name, one in zip(names, manifests, strict=True)
+            )
         code = "import sys\nfrom importlib.metadata import version\nprint(', '.join(f'{n} {version(n)}' for n in sys.argv[1:]))"
-        done = subprocess.run([self.folder / "bin" / "python", "-c", code, *names], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [self.folder / "bin" / "python", "-c", code, *names],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout.strip()
 
     def check(self, url: str, words: Sequence[str]) -> Outcome:
@@ -79,24 +110,48 @@ class Library:
             return self._check_by_node(url)
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            command = [str(self.folder / "bin" / "python"), "-m", "pytest", "-c", str(CHECKS / "pytest.ini")]
-            command += ["--rootdir", str(CHECKS), "--server", url, "--junitxml", str(report), *words, str(CHECKS / self.checks)]
+            command = [
+                str(self.folder / "bin" / "python"),
+                "-m",
+                "pytest",
+                "-c",
+                str(CHECKS / "pytest.ini"),
+            ]
+            command += [
+                "--rootdir",
+                str(CHECKS),
+                "--server",
+                url,
+                "--junitxml",
+                str(report),
+                *words,
+                str(CHECKS / self.checks),
+            ]
             subprocess.run(command, cwd=folder)
             if not report.exists():
                 return Outcome(self.versions(), num_failed=1)
             suite = ElementTree.parse(report).getroot()[0]
-        total, failed, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "skipped"))
+        total, failed, skipped = (
+            int(suite.get(name, 0)) for name in ("tests", "failures", "skipped")
+        )
         failed += int(suite.get("errors", 0))
         return Outcome(self.versions(), total - failed - skipped, failed, skipped)
 
     def _check_by_node(self, url: str) -> Outcome:
         own = self.folder / self.checks  # beside its node_modules, where imports are looked for
         shutil.copyfile(CHECKS / self.checks, own)
-        done = subprocess.run(["node", "--test-reporter=tap", str(own), url], capture_output=True, text=True)
+        done = subprocess.run(
+            ["node", "--test-reporter=tap", str(own), url], capture_output=True, text=True
+        )
         print(done.stdout if done.returncode else "", done.stderr)
-        numbers = {name: int(num) for name, num in re.findall(r"^# (pass|fail|skipped) (\d+)$", done.stdout, re.MULTILINE)}
+        numbers = {
+            name: int(num)
+            for name, num in re.findall(r"^# (pass|fail|skipped) (\d+)$", done.stdout, re.MULTILINE)
+        }
         num_failed = numbers.get("fail", 0) or int(done.returncode != 0)
-        return Outcome(self.versions(), numbers.get("pass", 0), num_failed, numbers.get("skipped", 0))
+        return Outcome(
+            self.versions(), numbers.get("pass", 0), num_failed, numbers.get("skipped", 0)
+        )
 
 
 LIBRARIES = (
@@ -113,7 +168,8 @@ LIBRARIES = (
     Library("pydantic-ai", "check_pydantic_ai.py", ("pydantic-ai-slim[openai,anthropic]", "openai", "anthropic")),
     Library("openai-agents", "check_openai_agents.py", ("openai-agents", "openai")),
     Library("mcp", "check_mcp.py", ("mcp", "openai")),
-    Library("litellm", "check_litellm.py", ("litellm", "openai", "mcp")),  # it imports mcp for tool calls
+    # it imports mcp for tool calls
+    Library("litellm", "check_litellm.py", ("litellm", "openai", "mcp")),
     Library("litellm-proxy", "check_litellm_proxy.py", ("litellm[proxy]", "openai", "anthropic")),
     Library("node-openai", "check_openai.mjs", ("openai",)),
     Library("node-anthropic", "check_anthropic.mjs", ("@anthropic-ai/sdk",)),
@@ -140,8 +196,11 @@ def served() -> Iterator[str]:
         make_llama(tiny, vocab_size=320, max_position_embeddings=8192)
         byte_tokenizer(tiny)
         make_scripted(scripted)
-        # Without speculation: what the random model says soon repeats itself, and an answer would be over before it is stopped.
-        server = Server(None, f"tiny={tiny}", f"scripted={scripted}", "smollm2", "--speculate", "off").wait()
+        # Without speculation: what the random model says soon repeats itself, and an answer would
+        # be over before it is stopped.
+        server = Server(
+            None, f"tiny={tiny}", f"scripted={scripted}", "smollm2", "--speculate", "off"
+        ).wait()
         try:
             yield server.url
         finally:
@@ -154,20 +213,29 @@ def table(outcomes: dict[str, Outcome], earlier: str) -> str:
     for name, one in outcomes.items():
         counts = f"{one.num_passed} | {one.num_failed} | {one.num_skipped}"
         rows[name] = f"| {name} | {one.versions} | {counts} | {datetime.now(UTC):%Y-%m-%d} |"
-    head = ["| environment | newest releases | passed | failed | skipped | on |", "|---|---|---|---|---|---|"]
-    return "\n".join([BEGIN, "", *head, *(rows[one.name] for one in LIBRARIES if one.name in rows), "", END])
+    head = [
+        "| environment | newest releases | passed | failed | skipped | on |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join(
+        [BEGIN, "", *head, *(rows[one.name] for one in LIBRARIES if one.name in rows), "", END]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="environments; default: all")
     parser.add_argument("--keep", action="store_true", help="install nothing that is there already")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/lab/clients.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/lab/clients.md"
+    )
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("-k", help="only these checks, as in pytest")
     given = parser.parse_args()
     if unknown := set(given.names) - {one.name for one in LIBRARIES}:
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(one.name for one in LIBRARIES)}")
+        parser.error(
+            f"{', '.join(sorted(unknown))}: there are {', '.join(one.name for one in LIBRARIES)}"
+        )
     chosen = [one for one in LIBRARIES if not given.names or one.name in given.names]
     if shutil.which("npm") is None:
         print("npm is not there: libraries of JavaScript are left out.")

@@ -1,4 +1,5 @@
-"""Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF; runs that are interrupted."""
+"""Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF;
+runs that are interrupted."""
 
 import sys
 from pathlib import Path
@@ -12,7 +13,13 @@ from tests.helpers import byte_tokenizer, make_llama
 from tests.models.test_families import ALL, save
 from tests.weights.test_safetensors import edit_weights
 from tidemill.compress.calibration import Calibration, calibration_ids
-from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix, without_weights
+from tidemill.compress.decoder import (
+    Decoder,
+    compute_device,
+    matrix_of,
+    set_matrix,
+    without_weights,
+)
 from tidemill.compress.methods.inputs import collect
 from tidemill.compress.source import Source
 from tidemill.compress.walk import LayerJob, walk
@@ -20,7 +27,10 @@ from tidemill.compress.work import Work
 from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
 OFTEN = {("Gemma3", "gguf"), ("SmolLM3", "gguf"), ("GPT2", "safetensors")}
-CASES = [pytest.param(*one, marks=() if one in OFTEN else pytest.mark.slow, id="-".join(one)) for one in ALL]
+CASES = [
+    pytest.param(*one, marks=() if one in OFTEN else pytest.mark.slow, id="-".join(one))
+    for one in ALL
+]
 
 
 @torch.no_grad()
@@ -53,7 +63,10 @@ def folder(tmp_path_factory):
 
 def ids_of(folder, **asked):
     return calibration_ids(
-        folder, 300, Calibration(**{"data": folder / "text.txt", "num_tokens": 512, "length": 64} | asked), folder
+        folder,
+        300,
+        Calibration(**{"data": folder / "text.txt", "num_tokens": 512, "length": 64} | asked),
+        folder,
     )
 
 
@@ -62,12 +75,16 @@ def test_a_linear_that_is_never_called_is_named(tmp_path):
     sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
     decoder = Decoder(Source(tmp_path))
-    with decoder.layer(0) as layer, pytest.raises(CalibrationError, match=r"layers\.0\.mixer\.dt_proj"):
+    with (
+        decoder.layer(0) as layer,
+        pytest.raises(CalibrationError, match=r"layers\.0\.mixer\.dt_proj"),
+    ):
         collect(LayerJob(decoder, 0, layer, decoder.embed(torch.zeros(1, 8, dtype=torch.long))))
 
 
 def test_inputs_at_the_same_address_one_after_the_other_are_not_taken_for_the_same():
-    """The output of a norm often lies where an earlier linear's inputs were. Two that get one tensor share its figures."""
+    """The output of a norm often lies where an earlier linear's inputs were. Two that get one
+    tensor share its figures."""
 
     def observe(see):
         for number in range(64):
@@ -77,7 +94,9 @@ def test_inputs_at_the_same_address_one_after_the_other_are_not_taken_for_the_sa
             del x
 
     names = [f"{number}.{part}" for number in range(64) for part in "ab"]
-    found = collect(SimpleNamespace(observe=observe, linears=dict.fromkeys(names)), moments=True, num_samples=8)
+    found = collect(
+        SimpleNamespace(observe=observe, linears=dict.fromkeys(names)), moments=True, num_samples=8
+    )
     for number in range(64):
         assert found[f"{number}.a"] is found[f"{number}.b"]
         assert found[f"{number}.a"].largest == number
@@ -141,7 +160,10 @@ def test_activations_that_are_no_numbers(folder, tmp_path):
 
 def test_weights_that_are_no_numbers(tmp_path):
     make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    edit_weights(tmp_path / "model", lambda weights: weights["model.layers.0.mlp.up_proj.weight"][0, 0].fill_(float("nan")))
+    edit_weights(
+        tmp_path / "model",
+        lambda weights: weights["model.layers.0.mlp.up_proj.weight"][0, 0].fill_(float("nan")),
+    )
     with pytest.raises(CheckpointError, match=r"up_proj\.weight holds values that are not finite"):
         walk(Decoder(Source(tmp_path / "model")), Work(tmp_path / "out", {}), lambda job: {})
 
@@ -149,11 +171,18 @@ def test_weights_that_are_no_numbers(tmp_path):
 def test_a_line_that_is_no_text(folder, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "a\\ud800b"}\n')
     with pytest.raises(ConfigError, match=r"line 1 of .* lone surrogate"):
-        calibration_ids(folder, 300, Calibration(data=tmp_path / "text.jsonl", num_tokens=64, length=64), tmp_path)
+        calibration_ids(
+            folder,
+            300,
+            Calibration(data=tmp_path / "text.jsonl", num_tokens=64, length=64),
+            tmp_path,
+        )
 
 
 def test_too_little_text(folder):
-    with pytest.raises(ConfigError, match=r"has 1[0-9]{3} tokens; 4096 were asked for.*--samples 1[0-9]"):
+    with pytest.raises(
+        ConfigError, match=r"has 1[0-9]{3} tokens; 4096 were asked for.*--samples 1[0-9]"
+    ):
         ids_of(folder, num_tokens=4096)
     with pytest.raises(ConfigError, match="are 32 tokens"):
         ids_of(folder, num_tokens=32)
@@ -191,5 +220,8 @@ def test_devices_that_are_not_there(device):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ConfigError, match=r"-m pip install 'tidemill\[compress\]'\. `make serve` does not install it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"-m pip install 'tidemill\[compress\]'\. `make serve` does not install it",
+    ):
         without_weights({"model_type": "llama"})

@@ -1,4 +1,5 @@
-"""Students and models of fewer KV heads: what they begin as, what they learn, runs that were stopped, and what serves."""
+"""Students and models of fewer KV heads: what they begin as, what they learn, runs that were
+stopped, and what serves."""
 
 import json
 
@@ -24,14 +25,19 @@ from tidemill.errors import ConfigError
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.types.events import DraftsVerified
 
-TEXT = " ".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(60))
+TEXT = " ".join(
+    f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}."
+    for i in range(60)
+)
 LOAD = {"progress": False, "threads": 1, "max_requests": 2, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher")
-    make_llama(path, vocab_size=320, num_hidden_layers=4, num_key_value_heads=4, initializer_range=0.05)
+    make_llama(
+        path, vocab_size=320, num_hidden_layers=4, num_key_value_heads=4, initializer_range=0.05
+    )
     byte_tokenizer(path)
     (path / "text.txt").write_text(TEXT)
     return path
@@ -49,12 +55,19 @@ def given(folder, out, steps=12, **learning):
 
 def distance(folder, out):
     original = LLM(str(folder), **LOAD)
-    return measure_quality(LLM(str(out), **LOAD), original, [original.tokenizer.encode(TEXT)[2100:2350]], lambda _: None).kl
+    return measure_quality(
+        LLM(str(out), **LOAD),
+        original,
+        [original.tokenizer.encode(TEXT)[2100:2350]],
+        lambda _: None,
+    ).kl
 
 
 def verified(llm):
     """Of requests in steps: how many drafts there were, and how many of them the model accepted."""
-    return [one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of]
+    return [
+        one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of
+    ]
 
 
 def test_which_layers_a_student_begins_as():
@@ -81,28 +94,48 @@ def test_a_student_comes_nearer_and_drafts(folder, tmp_path, loss):
         distill(DistillOptions(layers=2, **given(folder, out, steps=steps, loss=loss)))
         distances.append(distance(folder, out))
     assert distances[1] < 0.9 * distances[0]
-    alone, drafted = LLM(str(folder), **LOAD), LLM(str(folder), draft_model=str(tmp_path / "16"), adaptive_drafts=False, **LOAD)
-    ids, params = alone.tokenizer.encode(TEXT)[2100:], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    alone, drafted = (
+        LLM(str(folder), **LOAD),
+        LLM(str(folder), draft_model=str(tmp_path / "16"), adaptive_drafts=False, **LOAD),
+    )
+    ids, params = (
+        alone.tokenizer.encode(TEXT)[2100:],
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    )
     prompts = [ids[40 * i : 40 * i + 40] for i in range(6)]
-    answers = [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (drafted, alone)]
+    answers = [
+        [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+        for llm in (drafted, alone)
+    ]
     assert answers[0] == answers[1]
     assert sum(right for _, right in verified(drafted)) > 0
 
 
 @pytest.mark.slow
 def test_soft_labels_teach_more_than_hard_ones(small_model, tmp_path):
-    """Of a teacher that has learned a text: the same student, steps and seeds. Both losses are of text that neither has seen."""
+    """Of a teacher that has learned a text: the same student, steps and seeds. Both losses are of
+    text that neither has seen."""
     text = default_text()
     (tmp_path / "text.txt").write_text(text[:-HELD_OUT])
     teacher = Decoder(Source.open(str(small_model)))
-    ids = torch.tensor(Tokenizer.load(small_model).encode(text, add_special=False)[-8192:]).view(-1, 128)
+    ids = torch.tensor(Tokenizer.load(small_model).encode(text, add_special=False)[-8192:]).view(
+        -1, 128
+    )
     truth = hidden_states(teacher, ids)
 
     def student(loss, steps, seed=0):
         out = tmp_path / f"{loss}-{steps}-{seed}"
         learning = Learning(loss=loss, steps=steps, batch=8, rate=3e-3, seed=seed)
         calibration = Calibration(data=tmp_path / "text.txt", num_tokens=4096, length=128)
-        distill(DistillOptions(model=str(small_model), out=out, layers=2, learning=learning, calibration=calibration))
+        distill(
+            DistillOptions(
+                model=str(small_model),
+                out=out,
+                layers=2,
+                learning=learning,
+                calibration=calibration,
+            )
+        )
         own = Decoder(Source.open(str(out)))
         return out, compare(own, ids, hidden_states(own, ids), truth, teacher)
 
@@ -110,18 +143,27 @@ def test_soft_labels_teach_more_than_hard_ones(small_model, tmp_path):
     for seed in range(3):
         (_, hard), (distilled, soft) = (student(loss, 60, seed) for loss in ("hard", "soft"))
         losses = [one.nll / one.count for one in (soft, hard)]
-        print(f"seed {seed}: loss {losses[0]:.3f} < {losses[1]:.3f}, KL {soft.mean_kl:.3f} < {hard.mean_kl:.3f}")
+        print(
+            f"seed {seed}: loss {losses[0]:.3f} < {losses[1]:.3f}, KL {soft.mean_kl:.3f} < {hard.mean_kl:.3f}"
+        )
         assert soft.nll < hard.nll < before.nll
         assert soft.mean_kl < hard.mean_kl < before.mean_kl
         assert soft.same > hard.same > before.same
-    params, prompts = SamplingParams(temperature=1.0, seed=1, max_tokens=32, ignore_eos=True), ids[:8, :64].tolist()
+    params, prompts = (
+        SamplingParams(temperature=1.0, seed=1, max_tokens=32, ignore_eos=True),
+        ids[:8, :64].tolist(),
+    )
     answers, shares = [], []
     for draft in ({}, {"draft_model": str(undistilled)}, {"draft_model": str(distilled)}):
         llm = LLM(str(small_model), adaptive_drafts=False, max_drafts=4, **LOAD, **draft)
         answers.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
         counts = verified(llm)
-        shares.append(sum(right for _, right in counts) / max(1, sum(drafted for drafted, _ in counts)))
-    print(f"of drafts, {shares[2]:.0%} are accepted; of the student before it learned, {shares[1]:.0%}")
+        shares.append(
+            sum(right for _, right in counts) / max(1, sum(drafted for drafted, _ in counts))
+        )
+    print(
+        f"of drafts, {shares[2]:.0%} are accepted; of the student before it learned, {shares[1]:.0%}"
+    )
     assert answers[0] == answers[1] == answers[2]
     assert shares[2] > 1.3 * shares[1] > 0
 

@@ -11,7 +11,13 @@ from typer.testing import CliRunner
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill import LLM
 from tidemill.cli.main import app
-from tidemill.compress.evaluate import default_text, measure_quality, prompt_logits, text_sha256, text_windows
+from tidemill.compress.evaluate import (
+    default_text,
+    measure_quality,
+    prompt_logits,
+    text_sha256,
+    text_windows,
+)
 from tidemill.compress.evaluate_tasks import SUITES, MultipleChoice, passkey, read_choices
 from tidemill.errors import ConfigError
 
@@ -45,7 +51,11 @@ def reference(folder, ids):
     from transformers import AutoModelForCausalLM
 
     with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return (
+            AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids]))
+            .logits[0]
+            .log_softmax(-1)
+        )
 
 
 def test_perplexity_and_distances_are_those_of_transformers(folders, llms):
@@ -85,7 +95,9 @@ def test_multiple_choice_by_likelihood(folders, llms, tmp_path):
         right_norm += norm.index(max(norm)) == item.answer
     score = suite.run(llms[0], lambda _: None)["some"]
     assert (score.num_items, score.acc, score.acc_norm) == (3, right / 3, right_norm / 3)
-    wrong = [MultipleChoice("x", [item]).run(llms[0], lambda _: None)["x"].acc for item in suite.items]
+    wrong = [
+        MultipleChoice("x", [item]).run(llms[0], lambda _: None)["x"].acc for item in suite.items
+    ]
     assert sum(wrong) == right
 
 
@@ -119,7 +131,9 @@ def test_generated_suites(llms):
         assert name != "passkey" or 160 < min(sizes) <= max(sizes) < 512
     (items,) = SUITES["json"](1, 0).make(llms[0]).values()
     schema = json.loads(items[0].prompt.rpartition("Schema: ")[2].partition("\n")[0])
-    right = {name: {"string": "x", "integer": 1, "boolean": True}[kind] for name, kind in schema.items()}
+    right = {
+        name: {"string": "x", "integer": 1, "boolean": True}[kind] for name, kind in schema.items()
+    }
     assert items[0].is_right(json.dumps(right))
     assert not items[0].is_right(json.dumps(right | {"more": 1}))
     assert not items[0].is_right(json.dumps(dict.fromkeys(right)))
@@ -134,8 +148,24 @@ def test_generated_suites(llms):
 def test_the_command(folders, tmp_path):
     choices = tmp_path / "some.jsonl"
     choices.write_text("\n".join(map(json.dumps, ITEMS)))
-    command = ["evaluate", str(folders[1]), "--tokens", "64", "--tasks", f"arithmetic,{choices}", "--items", "2"]
-    command += ["--against", str(folders[0]), "--json", str(tmp_path / "made.json"), "--dtype", "float32"]
+    command = [
+        "evaluate",
+        str(folders[1]),
+        "--tokens",
+        "64",
+        "--tasks",
+        f"arithmetic,{choices}",
+        "--items",
+        "2",
+    ]
+    command += [
+        "--against",
+        str(folders[0]),
+        "--json",
+        str(tmp_path / "made.json"),
+        "--dtype",
+        "float32",
+    ]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "top-1 agreement" in result.output
@@ -152,7 +182,11 @@ def test_the_command(folders, tmp_path):
 
 def test_the_hash_is_of_the_text(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
-    assert text_sha256(tmp_path / "a.txt") == hashlib.sha256(b"A text.").hexdigest() != text_sha256(None)
+    assert (
+        text_sha256(tmp_path / "a.txt")
+        == hashlib.sha256(b"A text.").hexdigest()
+        != text_sha256(None)
+    )
 
 
 def test_mistakes(folders, llms, tmp_path):
@@ -180,14 +214,25 @@ def test_results_that_cannot_be_written_are_refused_first(folders, tmp_path):
 
 
 def test_a_comparison_needs_a_number_of_tokens(folders, tmp_path):
-    made = CliRunner().invoke(app, ["quantize", str(folders[0]), "-o", str(tmp_path / "out"), "--evaluate", "-5"])
+    made = CliRunner().invoke(
+        app, ["quantize", str(folders[0]), "-o", str(tmp_path / "out"), "--evaluate", "-5"]
+    )
     assert isinstance(made.exception, ConfigError)
     assert "--evaluate is -5" in str(made.exception)
 
 
 @pytest.mark.slow
 def test_quantize_compares_models_of_short_contexts(folders, tmp_path):
-    wish = ["quantize", str(folders[0]), "--method", "rtn", "--weights", "channel", "-o", str(tmp_path / "out")]
+    wish = [
+        "quantize",
+        str(folders[0]),
+        "--method",
+        "rtn",
+        "--weights",
+        "channel",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     made = CliRunner().invoke(app, [*wish, "--evaluate", "64"])
     assert made.exit_code == 0, made.output
     assert "perplexity" in made.output

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness against `tidemill serve`: a local task of multiple choice, beside `tidemill evaluate`."""
+"""lm-evaluation-harness against `tidemill serve`: a local task of multiple choice, beside `tidemill
+evaluate`."""
 
 import json
 
@@ -55,4 +56,7 @@ def test_a_local_task(tiny_folder, tmp_path, monkeypatch):
     found = made["results"]["local_choices"]
     llm = LLM(str(tiny_folder), progress=False, dtype="float32", max_requests=8)
     own = read_choices(path).run(llm, lambda _: None)["choices"]
-    assert (found["acc,none"], found["acc_norm,none"]) == (pytest.approx(own.acc), pytest.approx(own.acc_norm))
+    assert (found["acc,none"], found["acc_norm,none"]) == (
+        pytest.approx(own.acc),
+        pytest.approx(own.acc_norm),
+    )

@@ -1,4 +1,5 @@
-"""Pruning: each method on matrices, then whole models that serve; runs that were interrupted, mistakes."""
+"""Pruning: each method on matrices, then whole models that serve; runs that were interrupted,
+mistakes."""
 
 import json
 
@@ -17,17 +18,29 @@ from tidemill.compress.evaluate import measure_quality
 from tidemill.compress.grid import Grid, quantize
 from tidemill.compress.lowrank import choose_ranks
 from tidemill.compress.prune import PruneOptions, prune
-from tidemill.compress.prune_methods import Pattern, inverse_factor, magnitude, sparse_integers, sparsegpt, wanda
+from tidemill.compress.prune_methods import (
+    Pattern,
+    inverse_factor,
+    magnitude,
+    sparse_integers,
+    sparsegpt,
+    wanda,
+)
 from tidemill.compress.source import Source
 from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
-TEXT = " ".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(40))
+TEXT = " ".join(
+    f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}."
+    for i in range(40)
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    make_llama(path, vocab_size=320, num_hidden_layers=4, intermediate_size=128, num_key_value_heads=2)
+    make_llama(
+        path, vocab_size=320, num_hidden_layers=4, intermediate_size=128, num_key_value_heads=2
+    )
     byte_tokenizer(path)
     (path / "text.txt").write_text(TEXT)
     return path
@@ -70,7 +83,9 @@ def test_the_columns_after_what_goes_make_up_for_it():
     for row in range(4):
         (gone,) = (made[row] == 0).nonzero().flatten().tolist()
         torch.testing.assert_close(made[row, :gone], weight[row, :gone])
-        wanted = x.double() @ weight[row].double() - x[:, :gone].double() @ weight[row, :gone].double()
+        wanted = (
+            x.double() @ weight[row].double() - x[:, :gone].double() @ weight[row, :gone].double()
+        )
         best = torch.linalg.lstsq(x[:, gone + 1 :].double(), wanted).solution
         torch.testing.assert_close(made[row, gone + 1 :].double(), best, rtol=1e-2, atol=1e-2)
 
@@ -104,7 +119,11 @@ def test_what_is_left_serves(folder, tmp_path, method, structure, pattern):
     made = prune(options(folder, out, method=method, structure=structure, pattern=pattern))
     assert not (tmp_path / "out.partial").exists()
     config = json.loads((out / "config.json").read_text())
-    expected = {"neurons": ("intermediate_size", 64), "heads": ("num_key_value_heads", 1), "layers": ("num_hidden_layers", 2)}
+    expected = {
+        "neurons": ("intermediate_size", 64),
+        "heads": ("num_key_value_heads", 1),
+        "layers": ("num_hidden_layers", 2),
+    }
     if structure in expected:
         assert config[expected[structure][0]] == expected[structure][1]
     else:
@@ -121,7 +140,9 @@ def test_what_is_left_serves(folder, tmp_path, method, structure, pattern):
         reference = AutoModelForCausalLM.from_pretrained(out)
         assert (
             output.outputs[0].token_ids
-            == reference.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, 40:].tolist()
+            == reference.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[
+                0, 40:
+            ].tolist()
         )
 
 
@@ -132,18 +153,24 @@ def test_neurons_that_are_fitted_lose_less(folder, tmp_path):
     distances = []
     for method in ("magnitude", "sparsegpt"):
         prune(options(folder, tmp_path / method, method=method, structure="neurons", sparsity=0.25))
-        llm = LLM(str(tmp_path / method), progress=False, threads=1, max_requests=2, dtype="float32")
+        llm = LLM(
+            str(tmp_path / method), progress=False, threads=1, max_requests=2, dtype="float32"
+        )
         distances.append(measure_quality(llm, original, ids, lambda _: None).kl)
     assert distances[1] < distances[0]
 
 
 def test_sparse_and_quantized_jointly(folder, tmp_path):
-    """Sparse before and after rounding; nearer than rounding what SparseGPT left; it serves from the packed layout."""
+    """Sparse before and after rounding; nearer than rounding what SparseGPT left; it serves from
+    the packed layout."""
     weight, x = layer_inputs()
     inverse, pattern = inverse_factor(x.t() @ x, 0.01), Pattern.read("2:4")
     stored = sparse_integers(weight, inverse, pattern, 0.5, 4)
     one_after_the_other = quantize(sparsegpt(weight, inverse, pattern, 0.5), Grid(4, 0, True))
-    errors = [(x @ (weight - one.dequantize()).t()).square().mean().item() for one in (stored, one_after_the_other)]
+    errors = [
+        (x @ (weight - one.dequantize()).t()).square().mean().item()
+        for one in (stored, one_after_the_other)
+    ]
     assert errors[0] < errors[1]
     assert ((stored.codes_NK.view(-1, 4) != 0).sum(1) <= 2).all()
     made = prune(options(folder, tmp_path / "out", pattern="2:4", bits=8))
@@ -163,7 +190,8 @@ def test_sparse_and_quantized_jointly(folder, tmp_path):
 
 
 def test_factors_of_lower_rank(folder, tmp_path):
-    """Those that are best on the inputs lose less than those of the matrix; the merged matrices are the same model."""
+    """Those that are best on the inputs lose less than those of the matrix; the merged matrices are
+    the same model."""
     load = {"progress": False, "threads": 1, "max_requests": 2, "dtype": "float32"}
     original = LLM(str(folder), **load)
     ids = [original.tokenizer.encode(TEXT)[300:500]]
@@ -173,8 +201,18 @@ def test_factors_of_lower_rank(folder, tmp_path):
         prune(options(folder, out, method=method, sparsity=0.25, merged=merged))
         llm = LLM(str(out), **load)
         distances.append(measure_quality(llm, original, ids, lambda _: None).kl)
-        sizes.append(sum(one.numel() for name, one in load_file(out / "model.safetensors").items() if "layers" in name))
-    whole = sum(one.numel() for name, one in load_file(folder / "model.safetensors").items() if "layers" in name)
+        sizes.append(
+            sum(
+                one.numel()
+                for name, one in load_file(out / "model.safetensors").items()
+                if "layers" in name
+            )
+        )
+    whole = sum(
+        one.numel()
+        for name, one in load_file(folder / "model.safetensors").items()
+        if "layers" in name
+    )
     assert 0.74 * whole < min(sizes[:2]) <= max(sizes[:2]) < 0.77 * whole
     assert sizes[2] == whole
     assert distances[1] < distances[0]
@@ -186,8 +224,13 @@ def test_factors_that_do_not_fit(folder, tmp_path):
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.low_rank_a"
-    for broken, what in (({name: tensors[name][1:].clone()}, "cannot be multiplied"), ({name: None}, "is missing")):
-        save_file({key: value for key, value in (tensors | broken).items() if value is not None}, file)
+    for broken, what in (
+        ({name: tensors[name][1:].clone()}, "cannot be multiplied"),
+        ({name: None}, "is missing"),
+    ):
+        save_file(
+            {key: value for key, value in (tensors | broken).items() if value is not None}, file
+        )
         with pytest.raises(CheckpointError, match=what):
             LLM(str(tmp_path / "out"), progress=False)
 
@@ -231,14 +274,18 @@ def test_several_files(folder, tmp_path):
     source = Source(folder)
     decoder = Decoder(source)
     writer = FolderWriter(tmp_path / "out", "float32", shard_bytes=100_000)
-    names = names_outside(decoder) + [name for i in range(decoder.num_layers) for name in decoder.tensor_names(i)]
+    names = names_outside(decoder) + [
+        name for i in range(decoder.num_layers) for name in decoder.tensor_names(i)
+    ]
     for name in names:
         writer.add(name, source.read({name})[name])
     writer.close(source, source.config)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     ids = list(range(5, 30))
     first, second = (
-        LLM(str(one), progress=False, threads=1, max_requests=2, dtype="float32").generate([ids], SamplingParams(temperature=0.0))
+        LLM(str(one), progress=False, threads=1, max_requests=2, dtype="float32").generate(
+            [ids], SamplingParams(temperature=0.0)
+        )
         for one in (folder, tmp_path / "out")
     )
     assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids
@@ -262,7 +309,16 @@ def test_several_files(folder, tmp_path):
     ],
 )
 def test_mistakes(folder, tmp_path, more, what):
-    command = ["prune", str(folder), "-o", str(tmp_path / "out"), "--calibration", str(folder / "text.txt"), "--samples", "8"]
+    command = [
+        "prune",
+        str(folder),
+        "-o",
+        str(tmp_path / "out"),
+        "--calibration",
+        str(folder / "text.txt"),
+        "--samples",
+        "8",
+    ]
     result = CliRunner().invoke(app, [*command, "--seq-len", "64", *more])
     assert isinstance(result.exception, ConfigError), result.output
     assert what in str(result.exception)

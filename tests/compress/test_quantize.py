@@ -1,4 +1,5 @@
-"""tidemill quantize: methods against round-to-nearest, layouts that are read back, budgets, interrupted runs, errors."""
+"""tidemill quantize: methods against round-to-nearest, layouts that are read back, budgets,
+interrupted runs, errors."""
 
 import json
 import re
@@ -44,15 +45,26 @@ from tidemill.weights.checkpoint import open_checkpoint
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    make_llama(path, vocab_size=300, num_hidden_layers=2, hidden_size=64, intermediate_size=128, max_position_embeddings=512)
+    make_llama(
+        path,
+        vocab_size=300,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        max_position_embeddings=512,
+    )
     byte_tokenizer(path)
-    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and 1 + 1 = 2. " * 20)
+    (path / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog, and 1 + 1 = 2. " * 20
+    )
     return path
 
 
 def correlated(num_tokens=512, width=96):
     torch.manual_seed(0)
-    return torch.randn(num_tokens, width // 4) @ torch.randn(width // 4, width) + 0.1 * torch.randn(num_tokens, width)
+    return torch.randn(num_tokens, width // 4) @ torch.randn(width // 4, width) + 0.1 * torch.randn(
+        num_tokens, width
+    )
 
 
 @pytest.mark.parametrize("act_order", ["off", "static", "group"])
@@ -85,7 +97,10 @@ def test_centroids_err_less_than_a_grid():
     assert made.dequantize()[3, 5] == 2.0
     assert made.places.numel() < 64
     error = (made.dequantize() - matrix).abs().mean()
-    assert error < 0.75 * (round_to_nearest(matrix, Grid(3, 0, False)).dequantize() - matrix).abs().mean()
+    assert (
+        error
+        < 0.75 * (round_to_nearest(matrix, Grid(3, 0, False)).dequantize() - matrix).abs().mean()
+    )
 
 
 def test_nf4_errs_less_than_a_grid_and_nested_scales_cost_little():
@@ -93,7 +108,9 @@ def test_nf4_errs_less_than_a_grid_and_nested_scales_cost_little():
     matrix = torch.randn(64, 128)
     single, double = (nf4(matrix, 64, is_double) for is_double in (False, True))
     error, nested = ((one.dequantize() - matrix).square().mean() for one in (single, double))
-    assert error < (round_to_nearest(matrix, Grid(4, 64, True)).dequantize() - matrix).square().mean()
+    assert (
+        error < (round_to_nearest(matrix, Grid(4, 64, True)).dequantize() - matrix).square().mean()
+    )
     assert nested < 1.02 * error
     assert 8 * double.nested_codes.numel() < 9 * matrix.numel() / 64
 
@@ -102,7 +119,11 @@ FOLDED = ["Qwen2", "Gemma2", "Gemma3", "Phi3", "GPT2", "Olmo2", "Granite", "Qwen
 
 
 @pytest.mark.parametrize(
-    "family", [one if one in ("Gemma2", "GPT2") else pytest.param(one, marks=pytest.mark.slow) for one in FOLDED]
+    "family",
+    [
+        one if one in ("Gemma2", "GPT2") else pytest.param(one, marks=pytest.mark.slow)
+        for one in FOLDED
+    ],
 )
 def test_folding_scales_changes_nothing(family, tmp_path):
     assert family in FAMILIES
@@ -166,11 +187,22 @@ def quantized(folder, out, method, layout, options, monkeypatch, **more):
     return made, {number: from_state(tensors) for number, tensors in kept.items()}
 
 
-@pytest.mark.parametrize(("method", "layout", "options"), LAYOUTS, ids=[f"{m}-{f}-{i}" for i, (m, f, _) in enumerate(LAYOUTS)])
-def test_layouts_are_read_as_what_they_stand_for(folder, tmp_path, method, layout, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "layout", "options"),
+    LAYOUTS,
+    ids=[f"{m}-{f}-{i}" for i, (m, f, _) in enumerate(LAYOUTS)],
+)
+def test_layouts_are_read_as_what_they_stand_for(
+    folder, tmp_path, method, layout, options, monkeypatch
+):
     made, layers = quantized(folder, tmp_path / "out", method, layout, options, monkeypatch)
     assert made.layout == layout
-    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["quant_method"] == layout
+    assert (
+        json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
+            "quant_method"
+        ]
+        == layout
+    )
     read = Source(tmp_path / "out")
     expected = Decoder(Source(folder))
     for number, layer in layers.items():
@@ -196,7 +228,9 @@ def test_an_interrupted_run_ends_with_the_same_files(folder, tmp_path, monkeypat
             quantize(asked(folder, tmp_path / "parts", **given))
     assert (tmp_path / "parts.partial/layer-00000.safetensors").exists()
     with pytest.raises(ConfigError, match="other settings"):
-        quantize(asked(folder, tmp_path / "parts", method="zeroquant", options={"group": 32, "steps": 5}))
+        quantize(
+            asked(folder, tmp_path / "parts", method="zeroquant", options={"group": 32, "steps": 5})
+        )
     quantize(asked(folder, tmp_path / "parts", **given))
     names = sorted(file.name for file in (tmp_path / "whole").iterdir())
     assert names == sorted(file.name for file in (tmp_path / "parts").iterdir())
@@ -210,14 +244,27 @@ def test_training_a_layer_brings_it_closer(folder, tmp_path):
     errors = {}
     for steps in (0, 24):
         work = Work(tmp_path / f"out{steps}", {})
-        walk(decoder, work, ZeroQuant({"bits": 3, "group": 32, "steps": steps}), ids, needs_truth=True)
+        walk(
+            decoder,
+            work,
+            ZeroQuant({"bits": 3, "group": 32, "steps": steps}),
+            ids,
+            needs_truth=True,
+        )
         errors[steps] = (work.states(OWN, 2) - work.states(TRUTH, 2)).square().mean()
     assert errors[24] < 0.9 * errors[0]
 
 
 def test_quantized_gpt2_is_served(tmp_path):
     make("GPT2").save_pretrained(tmp_path / "model")
-    quantize(QuantizeOptions(model=str(tmp_path / "model"), out=tmp_path / "out", method="rtn", options={"weights": "channel"}))
+    quantize(
+        QuantizeOptions(
+            model=str(tmp_path / "model"),
+            out=tmp_path / "out",
+            method="rtn",
+            options={"weights": "channel"},
+        )
+    )
     load_model(tmp_path / "out")
 
 
@@ -240,7 +287,11 @@ def test_gguf_is_read_as_what_it_stands_for(tmp_path, bits, symmetric, kind):
         assert any("norm" in name for name in layer[1])
         for name, values in filled(decoder, number, layer).items():
             assert (read.read({name})[name] - values).abs().max() <= 1e-6 * values.abs().max()
-    types = {tensor.type_name for tensor in open_checkpoint(tmp_path / "out.gguf").tensors() if "ffn_up" in tensor.name}
+    types = {
+        tensor.type_name
+        for tensor in open_checkpoint(tmp_path / "out.gguf").tensors()
+        if "ffn_up" in tensor.name
+    }
     assert types == {kind}
     load_model(tmp_path / "out.gguf")
 
@@ -248,16 +299,23 @@ def test_gguf_is_read_as_what_it_stands_for(tmp_path, bits, symmetric, kind):
 @pytest.mark.parametrize("how", ["kl", "second-order"])
 def test_bits_by_sensitivity_fit_the_budget(folder, tmp_path, how):
     budget = Budget(6.0, (3, 8), how)
-    made = quantize(asked(folder, tmp_path / "out", "rtn", "compressed-tensors", {"group": 32}, budget=budget))
+    made = quantize(
+        asked(folder, tmp_path / "out", "rtn", "compressed-tensors", {"group": 32}, budget=budget)
+    )
     assert set(made.bits_of.values()) == {3, 8}
     assert made.bits_per_weight <= 6.0
-    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["config_groups"]
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
+        "config_groups"
+    ]
     assert {group["weights"]["num_bits"] for group in config.values()} == {3, 8}
     Decoder(Source(tmp_path / "out"))
 
 
 def test_the_budget_goes_where_it_helps_most():
-    matters, does_not = [Option(3, 30, 9.0), Option(8, 80, 1.0)], [Option(3, 30, 2.0), Option(4, 40, 1.5), Option(8, 80, 1.4)]
+    matters, does_not = (
+        [Option(3, 30, 9.0), Option(8, 80, 1.0)],
+        [Option(3, 30, 2.0), Option(4, 40, 1.5), Option(8, 80, 1.4)],
+    )
     assert allocate({"a": matters, "b": does_not}, 120) == {"a": 8, "b": 4}
     assert allocate({"a": matters, "b": does_not}, 1000) == {"a": 8, "b": 8}
     with pytest.raises(ConfigError, match="the fewest bits take 60"):
@@ -268,10 +326,20 @@ WRONG = [
     ({"method": "best"}, "--method best is not known"),
     ({"method": "gptq", "options": {"alpha": 0.5}}, "--alpha is no option of gptq"),
     ({"method": "rtn", "options": {"bits": 9}}, "--bits is 9"),
-    ({"method": "rtn", "options": {"group": 24}, "layout": "compressed-tensors"}, "no whole groups of 24"),
+    (
+        {"method": "rtn", "options": {"group": 24}, "layout": "compressed-tensors"},
+        "no whole groups of 24",
+    ),
     ({"method": "nf4", "layout": "gptq"}, "--format gptq cannot hold what nf4 makes"),
     ({"method": "rtn", "options": {"bits": 5}, "layout": "gptq"}, "it has 5 bits"),
-    ({"method": "gptq", "options": {"act_order": "group", "group": 32}, "layout": "compressed-tensors"}, "in another order"),
+    (
+        {
+            "method": "gptq",
+            "options": {"act_order": "group", "group": 32},
+            "layout": "compressed-tensors",
+        },
+        "in another order",
+    ),
     ({"method": "nf4", "budget": Budget(4.0)}, "nf4 has bits of its own"),
     ({"method": "llm-int8", "budget": Budget(4.0)}, "llm-int8 has bits of its own"),
     ({"method": "gobo", "budget": Budget(4.0)}, "the same bits for all"),
@@ -301,12 +369,24 @@ def test_wrong_wishes(folder, tmp_path, given, words):
 
 def test_an_advised_format_holds_what_was_asked_for(tmp_path):
     """The checks of each format name others; of those that cannot hold it either, none is advised."""
-    make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=48, intermediate_size=80, num_attention_heads=3)
+    make_llama(
+        tmp_path / "model",
+        num_hidden_layers=1,
+        hidden_size=48,
+        intermediate_size=80,
+        num_attention_heads=3,
+    )
     wish = {"model": str(tmp_path / "model"), "method": "rtn", "out": tmp_path / "out"}
     advice = {}
     for layout in ("gptq", "compressed-tensors", "awq"):
         with pytest.raises(ConfigError) as caught:
-            quantize(QuantizeOptions(layout=layout, options={"bits": 3 if layout != "awq" else 4, "group": 33}, **wish))
+            quantize(
+                QuantizeOptions(
+                    layout=layout,
+                    options={"bits": 3 if layout != "awq" else 4, "group": 33},
+                    **wish,
+                )
+            )
         advice[layout] = caught.value.fix
     for layout, fix in advice.items():
         for one in re.findall(r"--format ([\w-]+\w)", fix):
@@ -337,11 +417,17 @@ def test_scales_of_keys_and_values(folder, tmp_path):
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["kv_cache_scheme"]["num_bits"] == 8
     with safe_open(out / "model.safetensors", "pt") as file:
-        scales = [file.get_tensor(f"model.layers.{i}.self_attn.{part}_scale") for i in range(2) for part in "kv"]
+        scales = [
+            file.get_tensor(f"model.layers.{i}.self_attn.{part}_scale")
+            for i in range(2)
+            for part in "kv"
+        ]
     reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
     names = set(reference.state_dict()) - {"lm_head.weight"}
     reference.load_state_dict(Source(out).read(names), strict=False)
-    ids = torch.tensor(Tokenizer.load(folder).encode((folder / "text.txt").read_text())[:512]).view(8, 64)
+    ids = torch.tensor(Tokenizer.load(folder).encode((folder / "text.txt").read_text())[:512]).view(
+        8, 64
+    )
     with torch.no_grad():
         layers = reference(ids, use_cache=True).past_key_values.layers
     largest = [kept.abs().max() for layer in layers for kept in (layer.keys, layer.values)]
@@ -352,7 +438,8 @@ def test_scales_of_keys_and_values(folder, tmp_path):
         ("float32", "cpu", "float32"),
         ("bfloat16", "cuda", "bfloat16"),
     ):
-        assert decide_kv_dtype(EngineOptions(model="x"), dtype, device, config)[0] == expected  # heads of 16: not on a GPU
+        # heads of 16: not on a GPU
+        assert decide_kv_dtype(EngineOptions(model="x"), dtype, device, config)[0] == expected
     assert "scale of its own" in config.notes[0]
     with pytest.raises(ConfigError, match="--format gptq does not hold scales of keys"):
         quantize(asked(folder, tmp_path / "other", "gptq", "gptq", {"group": 32}, kv_scales=True))
@@ -362,10 +449,23 @@ def test_a_result_no_smaller_than_its_original_is_warned_of(folder, tmp_path):
     """The original is in 4 bits already."""
 
     def run(source, out, bits):
-        command = ["quantize", str(source), "-o", str(out), "--method", "rtn", "--bits", str(bits), "--evaluate", "0"]
+        command = [
+            "quantize",
+            str(source),
+            "-o",
+            str(out),
+            "--method",
+            "rtn",
+            "--bits",
+            str(bits),
+            "--evaluate",
+            "0",
+        ]
         made = CliRunner().invoke(app, command)
         assert made.exit_code == 0, made.output
         return " ".join(made.output.split())
 
     assert "no smaller" not in run(folder, tmp_path / "four", 4)
-    assert "warning: this is no smaller than the original" in run(tmp_path / "four", tmp_path / "eight", 8)
+    assert "warning: this is no smaller than the original" in run(
+        tmp_path / "four", tmp_path / "eight", 8
+    )

@@ -1,4 +1,5 @@
-"""The examples of the manual: commands are parsed, Python and curl are run against a server, configurations are read.
+"""The examples of the manual: commands are parsed, Python and curl are run against a server,
+configurations are read.
 
 `<!-- not run: REASON -->` on the line before a block leaves it out.
 """
@@ -36,7 +37,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=\S*$")
 
 
 def commands(text: str) -> list[list[str]]:
-    """The commands of a shell block, as words. Words of substitutions and loops are left as they are."""
+    """The commands of a shell block, as words. Words of substitutions and loops are left as they
+    are."""
     found: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="|&;<>")

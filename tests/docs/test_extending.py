@@ -120,7 +120,9 @@ def test_a_package_with_entry_points(tmp_path):
 
     def python(*arguments):
         command = [sys.executable, *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LONG_S
+        )
 
     done = python("-c", USE_PACKAGE, str(model))
     assert done.returncode == 0, done.stderr[-2000:]

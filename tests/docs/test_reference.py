@@ -56,7 +56,10 @@ def test_every_event_has_an_occasion():
         ("JSON schema", f"{structured.MAX_DEPTH}"),
         ("batch", f"{batch_lines.MAX_LINES:,} lines of {batch_lines.MAX_LINE_BYTES >> 20} MiB"),
         ("adapters", f"{adapter_names.MAX_ADAPTERS:,}"),
-        ("tenants with a row of their own in the [ledger](../howto/read-the-ledger.md)", f"{ledger.MAX_TENANTS:,}"),
+        (
+            "tenants with a row of their own in the [ledger](../howto/read-the-ledger.md)",
+            f"{ledger.MAX_TENANTS:,}",
+        ),
         ("live views", f"{live.MAX_WATCHERS}"),
         ("connections", f"{limits.MAX_CONNECTIONS:,}"),
         ("idle connections of one address", f"{limits.MAX_IDLE_PER_ADDRESS:,}"),

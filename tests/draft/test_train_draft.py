@@ -57,7 +57,16 @@ class Losses:
 def run(llm, text, out, kind, stop_after=None, **more):
     """`stop_after`: steps."""
     losses = Losses()
-    options = TrainOptions(model="", kind=kind, out=out, data=text, num_tokens=1000, num_epochs=2, vocab_size=128, **more)
+    options = TrainOptions(
+        model="",
+        kind=kind,
+        out=out,
+        data=text,
+        num_tokens=1000,
+        num_epochs=2,
+        vocab_size=128,
+        **more,
+    )
     stopped = lambda: stop_after is not None and len(losses.values) >= stop_after  # noqa: E731
     return train_draft(options, llm, losses, stopped), losses.values
 
@@ -74,7 +83,10 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(llm, text, tmp_pat
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not (tmp_path / "one" / "work").exists()
-    assert json.loads((tmp_path / "one" / SETTINGS).read_text())["acceptance"] == measured["acceptance"]
+    assert (
+        json.loads((tmp_path / "one" / SETTINGS).read_text())["acceptance"]
+        == measured["acceptance"]
+    )
 
 
 def test_losses_fall(llm, text, tmp_path):
@@ -88,18 +100,29 @@ def test_text_goes_on_where_it_ended(llm, text, tmp_path):
     file.path.write_bytes(whole[: len(whole) // 2])
     kept = len(file.read())
     assert 0 < kept < len(TextFile(text, "tiny").read())
-    assert write_text(llm, file, 1000, 0, lambda _: None)[:kept] == TextFile(text, "tiny").read()[:kept]
+    assert (
+        write_text(llm, file, 1000, 0, lambda _: None)[:kept]
+        == TextFile(text, "tiny").read()[:kept]
+    )
 
 
 def test_texts_of_files(llm, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "%s"}\n\n{"messages": [{"role": "user", "content": "how are you?"}]}\n' % ("ab" * 150))
+    path.write_text(
+        '{"text": "%s"}\n\n{"messages": [{"role": "user", "content": "how are you?"}]}\n'
+        % ("ab" * 150)
+    )
     made = read_text(llm, path, 10_000, 100)
     assert [len(one.ids) for one in made][:3] == [100, 100, 100]
     assert made[0] == Example(llm.tokenizer.encode("ab" * 150)[:100])
     with pytest.raises(ConfigError, match="another model"):
         TextFile(path, "tiny").read()
-    for wrong, message in (("{", "Line 1"), ('{"a": 1}', "no text"), ('{"ids": [99999]}', "another model"), ("[]", "object")):
+    for wrong, message in (
+        ("{", "Line 1"),
+        ('{"a": 1}', "no text"),
+        ('{"ids": [99999]}', "another model"),
+        ("[]", "object"),
+    ):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=message):
             read_text(llm, path, 100, 100)
@@ -116,7 +139,10 @@ def eagle(llm, text, tmp_path_factory):
 
 def _change(folder, tensors=None, settings=None):
     stored = load_file(folder / WEIGHTS)
-    save_file({name: value for name, value in (stored | (tensors or {})).items() if value is not None}, folder / WEIGHTS)
+    save_file(
+        {name: value for name, value in (stored | (tensors or {})).items() if value is not None},
+        folder / WEIGHTS,
+    )
     said = json.loads((folder / SETTINGS).read_text())
     (folder / SETTINGS).write_text(json.dumps(said | (settings or {})))
 
@@ -133,7 +159,11 @@ def _change(folder, tensors=None, settings=None):
         ({"draft_ids": torch.tensor([3, 2**20], dtype=torch.int32)}, {}, "draft_ids"),
         ({}, {"kind": "hydra"}, "kind 'hydra'"),
         ({}, {"settings": {"num_heads": 10**9, "intermediate_size": 1, "window": 1}}, "num_heads"),
-        ({}, {"settings": {"num_heads": 1, "intermediate_size": 7, "window": 1}}, "down.weight has shape"),
+        (
+            {},
+            {"settings": {"num_heads": 1, "intermediate_size": 7, "window": 1}},
+            "down.weight has shape",
+        ),
         ({}, {"model": {"hidden_size": 65}}, "hidden_size 65"),
         ({}, {"format": 2}, "format"),
         ({}, {"acceptance": "all"}, "acceptance"),
@@ -163,11 +193,18 @@ def test_truncated_files_are_refused(llm, eagle, tmp_path):
         load_draft(tmp_path, model)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("medusa", {"num_heads": 3}), ("eagle", {"window": 16}), ("exit", {"layer": 2})])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("medusa", {"num_heads": 3}), ("eagle", {"window": 16}), ("exit", {"layer": 2})],
+)
 def test_a_drafter_drafts_what_its_head_guesses_along_the_text(llm, kind, settings):
-    """Step by step with rings and pages, as along a whole text in training. 8-bit weights may turn near-ties."""
+    """Step by step with rings and pages, as along a whole text in training. 8-bit weights may turn
+    near-ties."""
     runner, num = llm.core.runner, 80
-    model, ids = runner.model, torch.randint(2, 250, (num,), generator=torch.Generator().manual_seed(0)).tolist()
+    model, ids = (
+        runner.model,
+        torch.randint(2, 250, (num,), generator=torch.Generator().manual_seed(0)).tolist(),
+    )
     states = hidden_states(runner, ids, 3)
     torch.manual_seed(1)
     head = new_head(kind, 64, settings).requires_grad_(False)
@@ -175,14 +212,24 @@ def test_a_drafter_drafts_what_its_head_guesses_along_the_text(llm, kind, settin
         value += torch.randn_like(value) * 0.3
     target = Target(model, torch.arange(0, 256, 2))
     inputs = hidden_states(runner, ids, 2) if kind == "exit" else states
-    made = guesses(head, target, Batch(torch.tensor([ids]), states[None], inputs[None], torch.ones(1, num, dtype=torch.bool)), 1)
+    made = guesses(
+        head,
+        target,
+        Batch(
+            torch.tensor([ids]), states[None], inputs[None], torch.ones(1, num, dtype=torch.bool)
+        ),
+        1,
+    )
     expected = target.ids_D[target.logits(made[0][1][0]).argmax(-1)].tolist()
     drafter = make_drafter(head, target, runner, 0.0)
     with torch.inference_mode():
         runner.forward(batch_of(runner, ids))
     seen, right = 0, []
     for known in (2, 3, 5, 9, 30, *range(31, 60), 78):
-        drafter.observe([Seen(0, seen, range(known - 1 - seen), ids[seen + 1 : known])], states[seen : known - 1])
+        drafter.observe(
+            [Seen(0, seen, range(known - 1 - seen), ids[seen + 1 : known])],
+            states[seen : known - 1],
+        )
         seen = known - 1
         chain = Chain(0, GREEDY, ids[:known], 1, 1, [])
         drafter.propose([chain])
@@ -206,7 +253,9 @@ def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind)
     params = {
         "greedy": greedy(24, logprobs=2),
         "seeded": SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=7, n=2),
-        "adjusted": SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=24, seed=-7, min_tokens=9),
+        "adjusted": SamplingParams(
+            temperature=0.5, repetition_penalty=1.3, max_tokens=24, seed=-7, min_tokens=9
+        ),
     }
     asked = {name: (prompt, one) for name, one in params.items()}
     expected = engine_run(plain, asked)
@@ -220,20 +269,35 @@ def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind)
 
 
 def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
-    """Tokens are those without drafts; both exits are tried, what came of them is learned, and a run repeats itself."""
+    """Tokens are those without drafts; both exits are tried, what came of them is learned, and a
+    run repeats itself."""
     target = Target(llm.core.runner.model, torch.arange(256))
     for layer in (2, 1):
         torch.manual_seed(layer)
-        about = {"least_probability": 0.0, "draft_cost": 0.05 * layer, "step_costs": [1.0, 1.05, 1.1, 1.15]}
-        save_draft(tmp_path / f"exit-{layer}", new_head("exit", 64, {"layer": layer}), target, about)
+        about = {
+            "least_probability": 0.0,
+            "draft_cost": 0.05 * layer,
+            "step_costs": [1.0, 1.05, 1.1, 1.15],
+        }
+        save_draft(
+            tmp_path / f"exit-{layer}", new_head("exit", 64, {"layer": layer}), target, about
+        )
     model = load_model(tiny_folder)
     made = []
     for _ in range(2):
-        core = make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=3)
+        core = make_core(
+            model,
+            speculate="exit-bandit",
+            draft_heads=str(tmp_path),
+            adaptive_drafts=False,
+            max_drafts=3,
+        )
         inner = core.part(Drafting).drafters[0]._inner
         tried = []
         add = inner._bandit.add
-        inner._bandit.add = lambda *result, add=add, tried=tried: tried.append(result) or add(*result)
+        inner._bandit.add = lambda *result, add=add, tried=tried: (
+            tried.append(result) or add(*result)
+        )
         prompt = [(i * i) % 97 + 3 for i in range(40)]
         sampled = SamplingParams(temperature=0.9, max_tokens=40, seed=7)
         asked = {"greedy": (prompt, greedy(40, logprobs=2)), "seeded": (prompt[3:], sampled)}
@@ -248,7 +312,9 @@ def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_exits_are_kept_and_the_fastest_by_measurement_is_the_folders_own(llm, text, tmp_path, monkeypatch):
+def test_all_exits_are_kept_and_the_fastest_by_measurement_is_the_folders_own(
+    llm, text, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tidemill.compress.draft.run._exit_layers", lambda *_: [1, 2])
     measured, _ = run(llm, text, tmp_path, "exit")
     speeds = measured["speed_by_exit_layer"]
@@ -275,15 +341,19 @@ def test_ranks_of_candidates_shape_the_tree():
 
 
 def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
-    """A right token of a lower rank is found; requests whose draws look at the tokens before get chains."""
+    """A right token of a lower rank is found; requests whose draws look at the tokens before get
+    chains."""
     target = Target(llm.core.runner.model, torch.arange(256))
     save_draft(tmp_path, new_head("medusa", 64), target, {"least_probability": 0.0})
     model, prompt = load_model(tiny_folder), [(i * i) % 97 + 3 for i in range(40)]
-    core = make_core(model, speculate="medusa", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=12)
+    core = make_core(
+        model, speculate="medusa", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=12
+    )
     drafter, made = core.part(Drafting).drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda asks: [
-        made.append((ask.params, drafts)) or drafts for ask, drafts in zip(asks, propose(asks), strict=True)
+        made.append((ask.params, drafts)) or drafts
+        for ask, drafts in zip(asks, propose(asks), strict=True)
     ]
     asked = {
         "greedy": (prompt, greedy(40, logprobs=1)),
@@ -294,11 +364,16 @@ def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
     kinds = {(params.has_penalties, isinstance(drafts, Tree)) for params, drafts in made if drafts}
     assert kinds == {(True, False), (False, True)}
     assert max(len(drafts) for _, drafts in made) == 12
-    assert any(drafts.parents != list(range(-1, len(drafts) - 1)) for _, drafts in made if isinstance(drafts, Tree))
+    assert any(
+        drafts.parents != list(range(-1, len(drafts) - 1))
+        for _, drafts in made
+        if isinstance(drafts, Tree)
+    )
 
 
 def test_an_eagle_tree_has_the_guesses_of_every_path(llm):
-    """What the head makes of a path in training is what stands after it in the tree; 8-bit weights may turn near-ties."""
+    """What the head makes of a path in training is what stands after it in the tree; 8-bit weights
+    may turn near-ties."""
     runner, num = llm.core.runner, 30
     torch.manual_seed(1)
     head = new_head("eagle", 64).requires_grad_(False)
@@ -319,31 +394,46 @@ def test_an_eagle_tree_has_the_guesses_of_every_path(llm):
         cache, path = Cache(), ancestors_of(tree.parents, draft)[:-1]
         made = head(target.embed(torch.tensor([ids[1:]])), states[None], cache)
         for before in path:
-            made = head(target.embed(torch.tensor([[tree.tokens[before]] * (num - 1)])), made, cache)
+            made = head(
+                target.embed(torch.tensor([[tree.tokens[before]] * (num - 1)])), made, cache
+            )
         best = target.ids_D[target.logits(made[0, -1]).topk(4).indices].tolist()
         same.append(best[shape[draft][1]] == tree.tokens[draft])
     assert sum(same) >= 8
-    drafter.observe([Seen(0, num - 1, [0], [tree.tokens[0]])], states)  # it was right, and is learned from
+    # it was right, and is learned from
+    drafter.observe([Seen(0, num - 1, [0], [tree.tokens[0]])], states)
     assert drafter._ranks.chance(0, 0) > Ranks(1).chance(0, 0)
 
 
 def test_eagle_trees_change_nothing(tiny_folder, llm, tmp_path):
     torch.manual_seed(2)
     head = new_head("eagle", 64).requires_grad_(False)
-    save_draft(tmp_path, head, Target(llm.core.runner.model, torch.arange(256)), {"least_probability": 0.0})
+    save_draft(
+        tmp_path, head, Target(llm.core.runner.model, torch.arange(256)), {"least_probability": 0.0}
+    )
     model = load_model(tiny_folder)
-    core = make_core(model, speculate="eagle-tree", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=6)
+    core = make_core(
+        model,
+        speculate="eagle-tree",
+        draft_heads=str(tmp_path),
+        adaptive_drafts=False,
+        max_drafts=6,
+    )
     prompt = [(i * i) % 97 + 3 for i in range(40)]
     asked = {
         "greedy": (prompt, greedy(16, logprobs=2)),
         "seeded": (prompt[3:], SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, seed=7)),
-        "adjusted": (prompt[5:], SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=16, seed=-7)),
+        "adjusted": (
+            prompt[5:],
+            SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=16, seed=-7),
+        ),
     }
     drafter, made = core.part(Drafting).drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda asks: made.extend(propose(asks)) or made[-len(asks) :]
     assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
-    assert {type(drafts) is Tree for drafts in made if drafts} == {True, False}  # penalties get chains
+    # penalties get chains
+    assert {type(drafts) is Tree for drafts in made if drafts} == {True, False}
 
 
 def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):
@@ -363,7 +453,10 @@ def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
     for kind in ("medusa", "eagle"):
         drafter = make_drafter(new_head(kind, 64), target, runner, 0.0)
         drafter.observe([Seen(0, 0, range(4), [5, 6, 7, 8])], states)
-        chains = [Chain(0, GREEDY, [1, 5, 6, 7, 8, 9], 1, 2, []), Chain(1, GREEDY, [1, 5], 1, 2, [])]
+        chains = [
+            Chain(0, GREEDY, [1, 5, 6, 7, 8, 9], 1, 2, []),
+            Chain(1, GREEDY, [1, 5], 1, 2, []),
+        ]
         drafter.propose(chains)
         assert [chain.drafts for chain in chains] == [[], []]
         drafter.observe([Seen(0, 4, [0], [9])], states)
@@ -389,7 +482,13 @@ def test_sampled_drafts_use_the_targets_noise(llm):
 
     logits, vocab = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3, 300
     params = [
-        SamplingParams(temperature=0.7, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2], repetition_penalty=1.2)
+        SamplingParams(
+            temperature=0.7,
+            seed=i,
+            top_k=(0, 40)[i % 2],
+            top_p=(1.0, 0.9)[i // 2 % 2],
+            repetition_penalty=1.2,
+        )
         for i in range(40)
     ]
     state = RowState(40, 64, 16)
@@ -404,7 +503,11 @@ def test_sampled_drafts_use_the_targets_noise(llm):
     for chain in chains:
         chain.drafts.clear()
     Chooser(half, vocab, 0.0).extend(logits[:, half].clone(), chains)
-    same = [chain.drafts[0] == token for chain, token in zip(chains, expected, strict=True) if token % 2 == 0]
+    same = [
+        chain.drafts[0] == token
+        for chain, token in zip(chains, expected, strict=True)
+        if token % 2 == 0
+    ]
     assert sum(same) >= 0.8 * len(same)  # the likeliest tokens that make up top_p are others
 
 
@@ -421,7 +524,9 @@ def test_speeds_are_counted_along_the_text():
 
 def test_the_command(tiny_folder, text, tmp_path):
     def invoke(*arguments):
-        return CliRunner().invoke(app, ["train-draft", str(tiny_folder), "--out", str(tmp_path / "out"), *arguments])
+        return CliRunner().invoke(
+            app, ["train-draft", str(tiny_folder), "--out", str(tmp_path / "out"), *arguments]
+        )
 
     done = invoke(
         "--kind",
@@ -454,4 +559,6 @@ def test_the_command(tiny_folder, text, tmp_path):
         (["--out", str(text)], "cannot be written: Not a directory"),
     ):
         with pytest.raises(ConfigError, match=message):
-            CliRunner().invoke(app, ["train-draft", str(tiny_folder), *wrong], catch_exceptions=False)
+            CliRunner().invoke(
+                app, ["train-draft", str(tiny_folder), *wrong], catch_exceptions=False
+            )

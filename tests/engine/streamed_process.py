@@ -1,4 +1,5 @@
-"""A process that streams the weights of a model, and says what it generated and by how much its memory grew.
+"""A process that streams the weights of a model, and says what it generated and by how much its
+memory grew.
 
     python -m tests.engine.streamed_process OPTIONS REQUESTS    JSON: fields of EngineOptions; prompts by name
 """

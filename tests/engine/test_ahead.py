@@ -1,6 +1,8 @@
-"""A runner may work one step ahead of the host: the next step is planned and launched before the last one's tokens are known.
+"""A runner may work one step ahead of the host: the next step is planned and launched before the
+last one's tokens are known.
 
-The GPU runner does; here the CPU runner is made to, since it too reads the next input token from the row and not from the plan.
+The GPU runner does; here the CPU runner is made to, since it too reads the next input token from
+the row and not from the plan.
 """
 
 import random
@@ -45,13 +47,19 @@ def prompts(num: int, longest: int = 90) -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(draw.randrange(1, longest))] for _ in range(num)]
 
 
-@pytest.mark.parametrize("options", [{}, {"token_budget": 16, "max_requests": 8}, {"kv_memory_bytes": 100_000}, {"page_size": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"token_budget": 16, "max_requests": 8}, {"kv_memory_bytes": 100_000}, {"page_size": 1}],
+)
 def test_the_same_answers(model, options):
-    """Chunked, preempted, with penalties that read what was sampled, and ending at token ids that only the device knows yet."""
+    """Chunked, preempted, with penalties that read what was sampled, and ending at token ids that
+    only the device knows yet."""
     kinds = [
         greedy(20, logprobs=1),
         SamplingParams(temperature=0.9, seed=7, max_tokens=25, n=2),
-        SamplingParams(temperature=1.0, seed=8, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=15),
+        SamplingParams(
+            temperature=1.0, seed=8, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=15
+        ),
         greedy(30, stop_token_ids=tuple(range(0, 256, 5))),
         greedy(1),
     ]
@@ -74,11 +82,21 @@ def test_nothing_is_planned_past_the_last_token(model):
 
 
 def test_arrivals_and_aborts_while_steps_are_in_flight(model):
-    core, draw, live, made = ahead(model, kv_memory_bytes=150_000, max_requests=8, token_budget=40), random.Random(1), set(), 0
+    core, draw, live, made = (
+        ahead(model, kv_memory_bytes=150_000, max_requests=8, token_budget=40),
+        random.Random(1),
+        set(),
+        0,
+    )
     asked = prompts(200, 60)
     for _ in range(400):
         if draw.random() < 0.4 and made < len(asked):
-            params = SamplingParams(temperature=float(made % 2), seed=made, max_tokens=draw.randrange(1, 30), n=1 + made % 3 // 2)
+            params = SamplingParams(
+                temperature=float(made % 2),
+                seed=made,
+                max_tokens=draw.randrange(1, 30),
+                n=1 + made % 3 // 2,
+            )
             core.submit(Submit(str(made), asked[made], params))
             live.add(str(made))
             made += 1
@@ -120,7 +138,14 @@ def test_a_failing_step_fails_those_in_flight_and_no_others(model):
 KINDS = [
     greedy(40, logprobs=1),
     SamplingParams(temperature=0.9, seed=7, max_tokens=35, n=2),
-    SamplingParams(temperature=1.0, seed=8, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=25, logprobs=2),
+    SamplingParams(
+        temperature=1.0,
+        seed=8,
+        repetition_penalty=1.3,
+        frequency_penalty=0.3,
+        max_tokens=25,
+        logprobs=2,
+    ),
     greedy(50, stop_token_ids=tuple(range(0, 256, 5))),
 ]
 
@@ -174,7 +199,10 @@ def test_drafts_that_are_nearly_sure_are_followed(model):
     expected, core = guessed(model, asked, 1.0)
     ahead_of, drafts, lost = [], 0, 0
     launch = core.runner.launch
-    core.runner.launch = lambda plan: (ahead_of.append(bool(plan.drafts) and core.is_in_flight), launch(plan))[1]
+    core.runner.launch = lambda plan: (
+        ahead_of.append(bool(plan.drafts) and core.is_in_flight),
+        launch(plan),
+    )[1]
     for name, (prompt, params) in asked.items():
         core.submit(Submit(name, prompt, params))
     made = {name: [] for name in asked}
@@ -182,7 +210,12 @@ def test_drafts_that_are_nearly_sure_are_followed(model):
         output, _ = core.step()
         for delta in output.deltas:
             made[delta.request_id] += delta.token_ids
-        drafts += sum(num for one in output.events if isinstance(one, events.DraftsVerified) for _, num, _ in one.of)
+        drafts += sum(
+            num
+            for one in output.events
+            if isinstance(one, events.DraftsVerified)
+            for _, num, _ in one.of
+        )
         lost += sum(isinstance(one, events.StepLost) for one in output.events)
     assert made == {name: expected[name].tokens for name in asked}
     assert sum(ahead_of) > len(ahead_of) / 2
@@ -225,8 +258,12 @@ def test_trees_and_grammars_are_waited_for(model, tiny_folder):
 
 @pytest.mark.usefixtures("follow_all")
 def test_aborts_and_preemption_while_drafts_are_followed(model):
-    asked = {str(i): (prompt, greedy(30, ignore_eos=True)) for i, prompt in enumerate(prompts(40, 60))}
-    expected, core = guessed(model, asked, 0.85, kv_memory_bytes=150_000, max_requests=8, token_budget=40)
+    asked = {
+        str(i): (prompt, greedy(30, ignore_eos=True)) for i, prompt in enumerate(prompts(40, 60))
+    }
+    expected, core = guessed(
+        model, asked, 0.85, kv_memory_bytes=150_000, max_requests=8, token_budget=40
+    )
     draw, made, gone = random.Random(1), {name: [] for name in asked}, set()
     for name, (prompt, params) in asked.items():
         core.submit(Submit(name, prompt, params))
@@ -248,7 +285,10 @@ class Short(Guesser):
     """Has no guess where so many tokens are asked for: those after drafts in flight."""
 
     def propose(self, asks):
-        return [made if ask.most <= 5 else [] for ask, made in zip(asks, super().propose(asks), strict=True)]
+        return [
+            made if ask.most <= 5 else []
+            for ask, made in zip(asks, super().propose(asks), strict=True)
+        ]
 
 
 class Same(Guesser):
@@ -313,7 +353,9 @@ class Known(Guesser):
 
     def propose(self, asks):
         own = [tuple(ask.tokens[: ask.num_prompt]) in self.answers for ask in asks]
-        return [made if is_own else [] for made, is_own in zip(super().propose(asks), own, strict=True)]
+        return [
+            made if is_own else [] for made, is_own in zip(super().propose(asks), own, strict=True)
+        ]
 
 
 @pytest.mark.usefixtures("follow_all")

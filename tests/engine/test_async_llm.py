@@ -41,15 +41,29 @@ def test_the_same_texts_as_llm(engine, llm, loop):
     outputs = loop.run(whole(engine.generate("hello", GREEDY, "mine")))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert all(outputs[-1].text.startswith(output.text) for output in outputs)
-    assert (outputs[-1].text, outputs[-1].prompt, outputs[-1].request_id) == (expected.text, "hello", "mine")
+    assert (outputs[-1].text, outputs[-1].prompt, outputs[-1].request_id) == (
+        expected.text,
+        "hello",
+        "mine",
+    )
     assert outputs[-1].prompt_token_ids == expected.prompt_token_ids
     conversation = [{"role": "user", "content": "hi"}]
-    assert loop.run(whole(engine.chat(conversation, GREEDY)))[-1].text == llm.chat(conversation, GREEDY)[0].text
+    assert (
+        loop.run(whole(engine.chat(conversation, GREEDY)))[-1].text
+        == llm.chat(conversation, GREEDY)[0].text
+    )
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, "delta", "final_only"], ids=str)
 def test_kinds_of_output(engine, llm, loop, kind):
-    params = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "n": 2, "seed": 3, "logprobs": 1}
+    params = {
+        "temperature": 1.0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "n": 2,
+        "seed": 3,
+        "logprobs": 1,
+    }
     (expected,) = llm.generate("hello", SamplingParams(**params))
     outputs = loop.run(whole(engine.generate("hello", SamplingParams(**params, output_kind=kind))))
     for i, sample in enumerate(expected.outputs):
@@ -68,7 +82,9 @@ def test_requests_are_batched_and_ids_are_unique(engine, loop):
         others = await asyncio.gather(*(whole(engine.generate("hello", GREEDY)) for _ in range(4)))
         with pytest.raises(InvalidRequest, match="There is a request 'first' already"):
             await anext(engine.generate("x", GREEDY, "first"))
-        assert {outputs[-1].text for outputs in others} == {(await whole(engine.generate("hello", GREEDY)))[-1].text}
+        assert {outputs[-1].text for outputs in others} == {
+            (await whole(engine.generate("hello", GREEDY)))[-1].text
+        }
         assert not [output async for output in first][-1].error
 
     loop.run(test())
@@ -91,7 +107,10 @@ def test_abort_and_leaving_end_a_request(engine, loop):
         await other.aclose()
         assert engine._engine.client.num_pending == 0
         stopped = await whole(
-            engine.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=seen[0].text))
+            engine.generate(
+                "hello",
+                SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=seen[0].text),
+            )
         )
         assert (stopped[-1].text, stopped[-1].outputs[0].finish_reason) == ("", "stop")
 
@@ -120,7 +139,9 @@ def test_shutdown_ends_the_process_and_what_is_under_way(engine, loop):
         async with engine:
             pid = engine._engine.client.link.pid
             sampled = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.5)
-            one, other = [(await whole(engine.generate("hello", sampled)))[-1].text for _ in range(2)]
+            one, other = [
+                (await whole(engine.generate("hello", sampled)))[-1].text for _ in range(2)
+            ]
             assert one != other
             under_way = engine.generate("hello", LONG)
             await anext(under_way)

@@ -47,7 +47,9 @@ def ids(num, seed):
 
 
 def beams(width, max_tokens=12, penalty=1.0, early=False, **more):
-    return SamplingParams(**{"n": width, "max_tokens": max_tokens, "beams": Beams(width, penalty, early)} | more)
+    return SamplingParams(
+        **{"n": width, "max_tokens": max_tokens, "beams": Beams(width, penalty, early)} | more
+    )
 
 
 def search(core, prompt, params, ends=(1,)):
@@ -69,7 +71,10 @@ def collect(core, seen=None):
             if delta.finish_reason:
                 made.setdefault(delta.request_id, {})[delta.index] = delta
     return {
-        name: [(one.token_ids, one.score, one.finish_reason, one.logprobs) for _, one in sorted(of.items())]
+        name: [
+            (one.token_ids, one.score, one.finish_reason, one.logprobs)
+            for _, one in sorted(of.items())
+        ]
         for name, of in made.items()
     }
 
@@ -82,13 +87,21 @@ def expected(reference, prompt, width, penalty, early, ends, max_tokens):
         pad_token_id=0, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
     lengths = (made.beam_indices >= 0).sum(-1).tolist()
-    tokens = [row[len(prompt) : len(prompt) + num] for row, num in zip(made.sequences.tolist(), lengths, strict=True)]
+    tokens = [
+        row[len(prompt) : len(prompt) + num]
+        for row, num in zip(made.sequences.tolist(), lengths, strict=True)
+    ]
     return tokens, made.sequences_scores.tolist()
 
 
 @pytest.mark.parametrize(
     ("setting", "num_prompts"),
-    [(0, 20), (1, 4), (2, 4), *(pytest.param(i, 24, marks=pytest.mark.slow) for i in range(1, len(SETTINGS)))],
+    [
+        (0, 20),
+        (1, 4),
+        (2, 4),
+        *(pytest.param(i, 24, marks=pytest.mark.slow) for i in range(1, len(SETTINGS))),
+    ],
 )
 def test_they_are_transformers_beams(reference, model, setting, num_prompts):
     width, penalty, early, ends = SETTINGS[setting]
@@ -99,15 +112,21 @@ def test_they_are_transformers_beams(reference, model, setting, num_prompts):
         made = search(core, prompt, beams(width, 10, penalty, early), ends)
         assert [one[0] for one in made] == tokens, seed
         assert [one[1] for one in made] == pytest.approx(scores, abs=1e-4)
-        assert [one[2] for one in made] == ["stop" if one[0][-1] in ends else "length" for one in made]
+        assert [one[2] for one in made] == [
+            "stop" if one[0][-1] in ends else "length" for one in made
+        ]
 
 
 @torch.inference_mode()
 def diverse(reference, prompt, how, ends, max_tokens):
-    """Group beam search, plainly: outputs of all groups by score. Groups choose in turn; each token that a beam of an earlier
-    group has chosen in this step costs the penalty."""
+    """Group beam search, plainly: outputs of all groups by score. Groups choose in turn; each token
+    that a beam of an earlier group has chosen in this step costs the penalty."""
     size = how.width // how.groups
-    live, found, going = [[([], 0.0)]] * how.groups, [[] for _ in range(how.groups)], set(range(how.groups))
+    live, found, going = (
+        [[([], 0.0)]] * how.groups,
+        [[] for _ in range(how.groups)],
+        set(range(how.groups)),
+    )
     for length in range(1, max_tokens + 1):
         if not going:
             break
@@ -126,17 +145,27 @@ def diverse(reference, prompt, how, ends, max_tokens):
             ranked.sort(key=lambda one: -one[0])
             is_last = length == max_tokens
             ended = [one for one in ranked[:size] if one[1][-1] in ends or is_last]
-            found[group] += [(total / length**how.length_penalty, tokens) for total, tokens in ended]
+            found[group] += [
+                (total / length**how.length_penalty, tokens) for total, tokens in ended
+            ]
             found[group] = sorted(found[group], key=lambda one: -one[0])[:size]
-            live[group] = [(tokens, total) for total, tokens in ranked if tokens[-1] not in ends][:size]
+            live[group] = [(tokens, total) for total, tokens in ranked if tokens[-1] not in ends][
+                :size
+            ]
             enough = len(found[group]) == size
             if is_last or (
-                enough and (how.early_stopping or live[group][0][1] / length**how.length_penalty <= found[group][-1][0])
+                enough
+                and (
+                    how.early_stopping
+                    or live[group][0][1] / length**how.length_penalty <= found[group][-1][0]
+                )
             ):
                 going.remove(group)
             else:
                 chosen.update(tokens[-1] for tokens, _ in live[group])
-    return sorted((one for of_group in found for one in of_group), key=lambda one: -one[0])[: how.width]
+    return sorted((one for of_group in found for one in of_group), key=lambda one: -one[0])[
+        : how.width
+    ]
 
 
 @pytest.mark.parametrize(
@@ -157,12 +186,20 @@ def test_groups_are_diverse(reference, model, how, ends, num_prompts):
         assert [one[0] for one in made] == [tokens for _, tokens in wanted], seed
         assert [one[1] for one in made] == pytest.approx([score for score, _ in wanted], abs=1e-4)
         if not num_other:
-            num_other += [one[0] for one in made] != [one[0] for one in search(core, prompt, beams(how.width, 5), ends)]
+            num_other += [one[0] for one in made] != [
+                one[0] for one in search(core, prompt, beams(how.width, 5), ends)
+            ]
     assert num_other > 0
 
 
 def test_groups_among_others_and_in_small_memory(model):
-    asked = {f"b{i}": (ids(10 + i, i), SamplingParams(n=4, max_tokens=10, beams=Beams(4, 1.0, False, 2, 0.7))) for i in range(3)}
+    asked = {
+        f"b{i}": (
+            ids(10 + i, i),
+            SamplingParams(n=4, max_tokens=10, beams=Beams(4, 1.0, False, 2, 0.7)),
+        )
+        for i in range(3)
+    }
     alone = {}
     for name, (prompt, params) in asked.items():
         core = make_core(model, max_requests=8, page_size=4)
@@ -176,11 +213,19 @@ def test_groups_among_others_and_in_small_memory(model):
 
 @pytest.mark.parametrize(
     ("groups", "penalty", "name"),
-    [(3, 1.0, "groups"), (0, 1.0, "groups"), (2, 0.0, "Give both"), (1, 1.0, "Give both"), (2, -1.0, "from 0")],
+    [
+        (3, 1.0, "groups"),
+        (0, 1.0, "groups"),
+        (2, 0.0, "Give both"),
+        (1, 1.0, "Give both"),
+        (2, -1.0, "from 0"),
+    ],
 )
 def test_wrong_groups_are_refused(groups, penalty, name):
     with pytest.raises(InvalidRequest, match=name):
-        BeamSearchParams(beam_width=4, max_tokens=4, num_beam_groups=groups, diversity_penalty=penalty)
+        BeamSearchParams(
+            beam_width=4, max_tokens=4, num_beam_groups=groups, diversity_penalty=penalty
+        )
 
 
 @pytest.mark.slow
@@ -210,7 +255,10 @@ def test_scores_are_sums_of_logprobs(alone):
 
 
 def others(num):
-    return {f"o{i}": (ids(1 + 7 * i, 50 + i), beams(3, 9) if i % 2 else greedy(15, n=2)) for i in range(num)}
+    return {
+        f"o{i}": (ids(1 + 7 * i, 50 + i), beams(3, 9) if i % 2 else greedy(15, n=2))
+        for i in range(num)
+    }
 
 
 @pytest.mark.parametrize(
@@ -220,11 +268,14 @@ def others(num):
         {"token_budget": 8, "max_requests": 8},
         {"prefix_caching": False, "page_size": 1},
         {"max_requests": 5},  # other beams have some of the slots
-        {"kv_memory_bytes": 30 * 4 * 2 * 2 * 16 * 4, "max_context": 64},  # 30 pages: beams are preempted
+        # 30 pages: beams are preempted
+        {"kv_memory_bytes": 30 * 4 * 2 * 2 * 16 * 4, "max_context": 64},
         pytest.param({"policy": "static"}, marks=pytest.mark.slow),
         pytest.param({"policy": "prefill-first"}, marks=pytest.mark.slow),
         pytest.param({"policy": "none"}, marks=pytest.mark.slow),
-        pytest.param({"prefix_caching": False, "max_requests": 4, "token_budget": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"prefix_caching": False, "max_requests": 4, "token_budget": 4}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_among_others_they_are_the_same_bits(model, alone, options):
@@ -235,7 +286,10 @@ def test_among_others_they_are_the_same_bits(model, alone, options):
     seen = []
     made = collect(core, seen)
     assert made["x"] == alone
-    assert any(isinstance(event, events.Preempted) for event in seen) or "kv_memory_bytes" not in options
+    assert (
+        any(isinstance(event, events.Preempted) for event in seen)
+        or "kv_memory_bytes" not in options
+    )
     assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
 
 
@@ -247,7 +301,11 @@ def test_preempted_at_every_step(model, alone):
     while core.has_work:
         output, failed = core.step()
         assert not failed
-        made |= {one.index: (one.token_ids, one.score, one.finish_reason, one.logprobs) for one in output.deltas if one.score}
+        made |= {
+            one.index: (one.token_ids, one.score, one.finish_reason, one.logprobs)
+            for one in output.deltas
+            if one.score
+        }
         running = core.scheduler.running
         if running and num < 40:
             core.scheduler.table.preempt(running[num % len(running)], "test")
@@ -297,12 +355,21 @@ def test_it_is_one_request(model):
         seen += output.events
         num_deltas += len(output.deltas)
     count = lambda kind: sum(isinstance(event, kind) for event in seen)  # noqa: E731
-    assert (count(events.Submitted), count(events.FirstToken), count(events.Finished), count(events.Aborted)) == (1, 1, 1, 0)
+    assert (
+        count(events.Submitted),
+        count(events.FirstToken),
+        count(events.Finished),
+        count(events.Aborted),
+    ) == (1, 1, 1, 0)
     assert {event.request_id for event in seen if hasattr(event, "request_id")} == {"x"}
     assert num_deltas == 5  # it has begun, and four outputs
     reordered = [event for event in seen if isinstance(event, events.BeamsReordered)]
     assert reordered[0].parents == (0, 0, 0, 0)
-    assert sum(len(event.parents) - len(set(event.parents)) for event in reordered) == count(events.Forked) > 4
+    assert (
+        sum(len(event.parents) - len(set(event.parents)) for event in reordered)
+        == count(events.Forked)
+        > 4
+    )
     steps = [event for event in seen if isinstance(event, events.StepPlanned)]
     assert steps[1].tokens_of == (("x", 4),)
 
@@ -428,6 +495,11 @@ def test_choices_by_hand():
     assert [(one.score, one.finish_reason) for one in search.outputs] == [(-1.5, "stop")]
     assert [[token.token_id for token in beam.tokens] for beam in search.beams] == [[1], [2]]
     # The second beam's best are worse than the third of the first.
-    assert search.advance([top((3, -0.5), (4, -0.6), (9, -0.7)), top((5, -0.1), (6, -9.0), (9, -9.0))]) == [0, 0]
-    assert search.advance([top((1, -1.0), (2, -2.0), (9, -8.0)), top((1, -1.0), (2, -2.0), (9, -8.0))]) == []
+    assert search.advance(
+        [top((3, -0.5), (4, -0.6), (9, -0.7)), top((5, -0.1), (6, -9.0), (9, -9.0))]
+    ) == [0, 0]
+    assert (
+        search.advance([top((1, -1.0), (2, -2.0), (9, -8.0)), top((1, -1.0), (2, -2.0), (9, -8.0))])
+        == []
+    )
     assert [round(one.score, 4) for one in search.outputs] == [-0.8333, -0.8667]

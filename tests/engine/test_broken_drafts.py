@@ -1,4 +1,5 @@
-"""Drafts whose keys and values are NaN: neither their own request nor one that gets their pages later may notice."""
+"""Drafts whose keys and values are NaN: neither their own request nor one that gets their pages
+later may notice."""
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("broken")
-    model = make_llama(path, seed=3, tie_word_embeddings=False, vocab_size=250, initializer_range=0.15)
+    model = make_llama(
+        path, seed=3, tie_word_embeddings=False, vocab_size=250, initializer_range=0.15
+    )
     with torch.no_grad():
         model.model.embed_tokens.weight[BROKEN] = torch.nan
     model.save_pretrained(path)
@@ -38,7 +41,10 @@ class Poison(Guesser):
     def propose(self, asks):
         made = super().propose(asks)
         nums = [len(ask.tokens) for ask in asks]
-        return [[*right[: num % 3], BROKEN, *right] if num % 4 else right for num, right in zip(nums, made, strict=True)]
+        return [
+            [*right[: num % 3], BROKEN, *right] if num % 4 else right
+            for num, right in zip(nums, made, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -49,7 +55,10 @@ def test_a_draft_that_is_nan_changes_nothing(model, page_size, steps_ahead):
     expected = run(plain, REQUESTS)
     assert all(BROKEN not in answer.tokens for answer in expected.values())
     known = {tuple(prompt): expected[name].tokens for name, (prompt, _) in REQUESTS.items()}
-    core = guess_with(make_core(model, page_size=page_size, max_requests=2, kv_memory_bytes=2**17), Poison(known, 1.0))
+    core = guess_with(
+        make_core(model, page_size=page_size, max_requests=2, kv_memory_bytes=2**17),
+        Poison(known, 1.0),
+    )
     core.runner.steps_ahead, core.part(Drafting).sure = steps_ahead, 1e-30
     for _ in range(2):  # the second time, pages of the first are taken
         assert run(core, REQUESTS) == expected
@@ -57,7 +66,8 @@ def test_a_draft_that_is_nan_changes_nothing(model, page_size, steps_ahead):
 
 def test_a_request_that_is_broken_itself_still_fails(model):
     core = guess_with(make_core(model), Poison({}, 1.0))
-    core.submit(Submit("bad", [*PROMPT[:17], BROKEN, 40], greedy(8)))  # they share a page in the same step
+    # they share a page in the same step
+    core.submit(Submit("bad", [*PROMPT[:17], BROKEN, 40], greedy(8)))
     core.submit(Submit("good", PROMPT, greedy(8)))
     failures, tokens = [], []
     while core.has_work:
@@ -65,7 +75,10 @@ def test_a_request_that_is_broken_itself_still_fails(model):
         failures += failed
         tokens += [token for delta in output.deltas for token in delta.token_ids]
     assert [failure.request_id for failure in failures] == ["bad"]
-    assert tokens == run(make_core(model, speculate="off"), {"good": (PROMPT, greedy(8))})["good"].tokens
+    assert (
+        tokens
+        == run(make_core(model, speculate="off"), {"good": (PROMPT, greedy(8))})["good"].tokens
+    )
 
 
 def test_it_goes_on_without_drafts_and_says_why(model):
@@ -75,7 +88,10 @@ def test_it_goes_on_without_drafts_and_says_why(model):
     while core.has_work:
         output, _ = core.step()
         reasons += [event.reason for event in output.events if isinstance(event, events.Preempted)]
-        num_drafted += sum(isinstance(event, events.StepPlanned) and bool(event.drafts_of) for event in output.events)
+        num_drafted += sum(
+            isinstance(event, events.StepPlanned) and bool(event.drafts_of)
+            for event in output.events
+        )
     assert reasons == ["a draft's logits are not numbers: computed again without drafts"]
     assert num_drafted == 1
 
@@ -90,7 +106,8 @@ class Always(Poison):
 @pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("ends", ["at a stop token", "aborted", "preempted"])
 def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends, page_size):
-    """The request is gone when that step's logits are seen: no NaN may stay in a page that another sequence gets."""
+    """The request is gone when that step's logits are seen: no NaN may stay in a page that another
+    sequence gets."""
     plain = run(make_core(model, speculate="off"), {"x": (PROMPT, greedy(12))})["x"].tokens
     core = guess_with(make_core(model, page_size=page_size), Always({tuple(PROMPT): plain}, 1.0))
     core.runner.steps_ahead, core.part(Drafting).sure = 1, 1e-30

@@ -25,7 +25,11 @@ def shape(num_layers: int = 4, max_context: int = 1024) -> Inspected:
 
 def shared(*found: Inspected, options: EngineOptions | None = None, **how):
     names = "abcdef"[: len(found)]
-    budget, configs = share(dict.fromkeys(names, options or EngineOptions()), dict(zip(names, found, strict=True)), **how)
+    budget, configs = share(
+        dict.fromkeys(names, options or EngineOptions()),
+        dict(zip(names, found, strict=True)),
+        **how,
+    )
     return budget, [configs[name] for name in names]
 
 

@@ -1,4 +1,5 @@
-"""The client supervises its engine: real engine processes that are stopped, killed, or killed by what they are asked."""
+"""The client supervises its engine: real engine processes that are stopped, killed, or killed by
+what they are asked."""
 
 import asyncio
 import contextlib
@@ -32,7 +33,9 @@ def request(name, length=40, prompt=(1, 2, 3), **params):
 
 async def collect(client, name, length=40, n=1, timeout_s=None, prompt=(1, 2, 3), **params):
     tokens, ends = [[] for _ in range(n)], [None] * n
-    async with aclosing(client.submit(request(name, length, prompt, n=n, **params), timeout_s)) as deltas:
+    async with aclosing(
+        client.submit(request(name, length, prompt, n=n, **params), timeout_s)
+    ) as deltas:
         async for delta in deltas:
             assert ends[delta.index] is None
             tokens[delta.index] += delta.token_ids
@@ -60,7 +63,8 @@ def fragile(tmp_path, monkeypatch):
 
 
 class Shared:
-    """One fragile engine for the tests after which it is as before. What one of them asked for is over when the next begins."""
+    """One fragile engine for the tests after which it is as before. What one of them asked for is
+    over when the next begins."""
 
     def __init__(self, folder, weaknesses):
         self.fragile, self._loop, self._seen, self._all = weaknesses, asyncio.Runner(), [], []
@@ -81,7 +85,10 @@ class Shared:
             self._loop.run(until_async(self._is_at_rest))
 
     def _is_at_rest(self):
-        begun, ended = (sum(isinstance(event, kind) for event in self._all) for kind in (Submitted, Finished | Aborted))
+        begun, ended = (
+            sum(isinstance(event, kind) for event in self._all)
+            for kind in (Submitted, Finished | Aborted)
+        )
         return begun == ended and not self._client.num_pending
 
     def close(self):
@@ -101,20 +108,26 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
     async def test(client, seen):
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
-        await until_async(lambda: any(client.pending["after"].outputs if "after" in client.pending else ()))
+        await until_async(
+            lambda: any(client.pending["after"].outputs if "after" in client.pending else ())
+        )
         client.stall_s = 1.0
         os.kill(client.link.pid, signal.SIGSTOP)
         await until_async(lambda: any(isinstance(event, EngineRestarted) for event in seen))
         client.stall_s = LONG_S  # the next one may be slow
         assert await asyncio.wait_for(going, LONG_S) == undisturbed
-        assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
+        assert (
+            "no step in"
+            in next(event for event in seen if isinstance(event, EngineRestarted)).reason
+        )
         assert not client.num_pending
 
     run(test, tiny_folder, stall_s=LONG_S)
 
 
 def test_idle_time_does_not_count_as_a_stall(shared):
-    """A client reads slowly what was computed long ago; then a step takes long. The engine had no work in between."""
+    """A client reads slowly what was computed long ago; then a step takes long. The engine had no
+    work in between."""
 
     async def test(client, seen):
         async with aclosing(client.submit(request("slow", 5, n=2, seed=1))) as deltas:
@@ -153,8 +166,15 @@ def test_a_stall_takes_longer_where_steps_take_longer(shared, monkeypatch):
 
 def test_suspects_of_people_are_tried_before_those_of_batches():
     pending = [
-        Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
-        for name, priority, num in (("batch", BACKGROUND, 1), ("late", 5, 2), ("person", 0, 2), ("first", 3, 1))
+        Pending(
+            Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num
+        )
+        for name, priority, num in (
+            ("batch", BACKGROUND, 1),
+            ("late", 5, 2),
+            ("person", 0, 2),
+            ("first", 3, 1),
+        )
     ]
     assert [one.request.request_id for one in sorted(pending, key=lambda one: one.trial_rank)] == [
         "first",
@@ -165,14 +185,21 @@ def test_suspects_of_people_are_tried_before_those_of_batches():
 
 
 def test_requests_that_kill_engines_are_given_up_alone(tiny_folder, fragile):
-    """Two of them kill engine after engine before any step; others finish, and what was only queued is not suspected."""
+    """Two of them kill engine after engine before any step; others finish, and what was only queued
+    is not suspected."""
 
     async def test(client, seen):
         undisturbed = await collect(client, "before", temperature=0)
         other = asyncio.create_task(collect(client, "other", temperature=0))
-        poison = [asyncio.create_task(collect(client, f"poison-{i}", prompt=[DEADLY, i])) for i in range(2)]
+        poison = [
+            asyncio.create_task(collect(client, f"poison-{i}", prompt=[DEADLY, i]))
+            for i in range(2)
+        ]
         outcomes = await asyncio.wait_for(asyncio.gather(*poison, return_exceptions=True), LONG_S)
-        assert all(isinstance(one, EngineDead) and "failed 3 times at this request" in str(one) for one in outcomes)
+        assert all(
+            isinstance(one, EngineDead) and "failed 3 times at this request" in str(one)
+            for one in outcomes
+        )
         assert await asyncio.wait_for(other, LONG_S) == undisturbed
         assert client.alive
         assert client.num_restarts > client_module.MAX_FAILED_STARTS
@@ -188,7 +215,9 @@ def test_what_is_only_queued_is_no_suspect(tiny_folder, fragile):
         gated = asyncio.create_task(collect(client, "gated", n=full, prompt=[GATED, 1]))
         await until_async(lambda: "gated" in client.pending and client.pending["gated"].has_token)
         queued = asyncio.create_task(collect(client, "queued"))
-        await until_async(lambda: "queued" in client.pending and client.pending["queued"].is_submitted)
+        await until_async(
+            lambda: "queued" in client.pending and client.pending["queued"].is_submitted
+        )
         client.link.kill()
         await until_async(lambda: client.num_restarts == 1)
         assert client.pending["queued"].num_deaths == 0
@@ -221,7 +250,9 @@ def test_deadline_and_cancellation(shared):
 @pytest.mark.parametrize("how", ["deadline", "cancellation"])
 def test_a_request_that_nobody_reads_is_aborted_at_once(shared, how):
     async def test(client, seen):
-        deltas = client.submit(request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None)
+        deltas = client.submit(
+            request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None
+        )
         reading = asyncio.create_task(anext(deltas))  # and no more
         await until_async(lambda: "unread" in client.pending)
         if how == "cancellation":
@@ -247,7 +278,8 @@ def test_a_reader_that_stops_has_a_bounded_backlog(shared, monkeypatch):
                 async for _ in deltas:
                     pass
         assert not any(isinstance(event, Finished) for event in seen)
-        assert len((await collect(client, "next", length=400, n=4, logprobs=5))[3]) == 400  # as much, but read
+        # as much, but read
+        assert len((await collect(client, "next", length=400, n=4, logprobs=5))[3]) == 400
 
     monkeypatch.setattr(inbox_module, "MAX_CELLS", 1000)
     shared.run(test)
@@ -266,7 +298,8 @@ def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(shared):
         expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
         deltas = client.submit(request("same", 400, [GATED, 2]))
         await anext(deltas)
-        await until_async(lambda: len(client.pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
+        # the engine waits inside of the next step
+        await until_async(lambda: len(client.pending["same"].outputs[0]) == 19)
         await deltas.aclose()
         going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
         await until_async(lambda: "same" in client.pending)
@@ -296,7 +329,9 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(tiny_folder, monkeyp
     run(test, tiny_folder)
 
 
-def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkeypatch, tmp_path, caplog):
+def test_what_this_process_lacks_for_a_restart_is_waited_for(
+    tiny_folder, monkeypatch, tmp_path, caplog
+):
     """The temporary folder is gone for longer than an engine may fail to start."""
 
     async def test(client, _):
@@ -304,7 +339,11 @@ def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkey
         await until_async(lambda: client.num_pending)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
         client.link.kill()
-        await until_async(lambda: caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS)
+        await until_async(
+            lambda: (
+                caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS
+            )
+        )
         assert client.alive
         (tmp_path / "gone").mkdir()
         assert len((await asyncio.wait_for(going, LONG_S))[0]) == 400
@@ -316,7 +355,9 @@ def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkey
 def test_a_start_without_progress_fails(tiny_folder):
     async def test():
         link = EngineLink()
-        starting = asyncio.create_task(link.start(EngineOptions(model=str(tiny_folder), threads=1), within_s=0.5))
+        starting = asyncio.create_task(
+            link.start(EngineOptions(model=str(tiny_folder), threads=1), within_s=0.5)
+        )
         await until_async(lambda: link.pid is not None)
         os.kill(link.pid, signal.SIGSTOP)
         try:
@@ -331,11 +372,22 @@ def test_a_start_without_progress_fails(tiny_folder):
 def test_a_restart_keeps_the_configuration_of_the_first_start(tiny_folder, fragile):
     async def test(client, _):
         first = client.ready.config
-        fragile.set_available_bytes(first.weight_bytes + first.activation_bytes + first.kv_bytes // 2)
+        fragile.set_available_bytes(
+            first.weight_bytes + first.activation_bytes + first.kv_bytes // 2
+        )
         client.link.kill()
         await until_async(lambda: client.num_restarts == 1)
         second = client.ready.config
-        for name in ("device", "dtype", "page_size", "num_pages", "max_context", "max_requests", "token_budget", "kv_bytes"):
+        for name in (
+            "device",
+            "dtype",
+            "page_size",
+            "num_pages",
+            "max_context",
+            "max_requests",
+            "token_budget",
+            "kv_bytes",
+        ):
             assert getattr(second, name) == getattr(first, name)
         assert second.reasons == first.reasons
         assert first.reasons["max_requests"] != "given"

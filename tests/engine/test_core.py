@@ -26,7 +26,12 @@ def core(model):
     ("prompt", "params", "error", "words"),
     [
         ([], greedy(1), InvalidRequest, "empty"),
-        ([320], greedy(1), InvalidRequest, "token 320, which is out of vocabulary: tokens are 0 to 319"),
+        (
+            [320],
+            greedy(1),
+            InvalidRequest,
+            "token 320, which is out of vocabulary: tokens are 0 to 319",
+        ),
         ([-1], greedy(1), InvalidRequest, "token -1"),
         (
             [1] * 512,
@@ -105,7 +110,8 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
 
 
 class Ahead:
-    """The core's runner, one step ahead as on a GPU. Reading the result of a step with this prompt token fails."""
+    """The core's runner, one step ahead as on a GPU. Reading the result of a step with this prompt
+    token fails."""
 
     steps_ahead, fallback, mover = 1, "", None
 
@@ -218,7 +224,8 @@ def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
 
 
 def test_who_shares_pages_with_a_failed_step_starts_over(model):
-    """Under `static` a request may be admitted on pages that a step has announced, without a token of its own in that step."""
+    """Under `static` a request may be admitted on pages that a step has announced, without a token
+    of its own in that step."""
     prompt = list(range(2, 52))
     expected = run(make_core(model), {"b": (prompt, greedy(5))})["b"].tokens
     core = make_core(model, policy="static", token_budget=48, max_requests=4)
@@ -244,7 +251,9 @@ def test_who_shares_pages_with_a_failed_step_starts_over(model):
 
 
 def test_an_end_token_outside_the_vocabulary_harms_no_request(core):
-    answers = run(core, {"a": ([1, 2], greedy(3, min_tokens=2)), "b": ([1, 2], greedy(3))}, eos=(99999,))
+    answers = run(
+        core, {"a": ([1, 2], greedy(3, min_tokens=2)), "b": ([1, 2], greedy(3))}, eos=(99999,)
+    )
     assert all(len(answer.tokens) == 3 for answer in answers.values())
 
 
@@ -270,17 +279,21 @@ def test_one_tenant_leaves_room_in_the_queue_for_others(model):
     choices = SamplingParams(max_tokens=2, seed=1, n=8)
     for i in range(4):
         core.submit(Submit(f"flood{i}", [1, 2], choices, tenant="a"))
-    with pytest.raises(QueueFull, match=r"32 requests of this API key are waiting; at most 32 may") as caught:
+    with pytest.raises(
+        QueueFull, match=r"32 requests of this API key are waiting; at most 32 may"
+    ) as caught:
         core.submit(Submit("flood4", [1, 2], choices, tenant="a"))
     assert caught.value.status == 429
     core.submit(Submit("b0", [1, 2], choices, tenant="b"))
     core.submit(Submit("b1", [1, 2], choices, tenant="b"))
     with pytest.raises(QueueFull, match="16 requests of this API key are waiting; at most 16 may"):
         core.submit(Submit("b2", [1, 2], choices, tenant="b"))
-    core.submit(Submit("whole", [1, 2], SamplingParams(max_tokens=1, seed=1, n=16), tenant="c"))  # its first may be large
+    # its first may be large
+    core.submit(Submit("whole", [1, 2], SamplingParams(max_tokens=1, seed=1, n=16), tenant="c"))
     with pytest.raises(QueueFull, match="64 requests are waiting; at most 64 may"):
         core.submit(Submit("d", [1, 2], greedy(1), tenant="d"))
-    core.submit(Submit("batch", [1, 2], greedy(1), priority=BACKGROUND, tenant="a"))  # has a queue of its own
+    # has a queue of its own
+    core.submit(Submit("batch", [1, 2], greedy(1), priority=BACKGROUND, tenant="a"))
     while core.has_work:
         core.step()
     core.submit(Submit("a", [1, 2], choices, tenant="a"))
@@ -296,10 +309,15 @@ def test_without_keys_the_whole_queue_may_be_filled(model):
 
 @pytest.mark.parametrize("pooling", ["mean", "last", "none"])
 def test_embeddings_have_length_one_and_are_the_same_in_chunks_and_after_preemption(model, pooling):
-    prompts = {f"e{i}": ([7 + i] * (60 + i), SamplingParams(max_tokens=1, temperature=0, pooling=pooling)) for i in range(4)}
+    prompts = {
+        f"e{i}": ([7 + i] * (60 + i), SamplingParams(max_tokens=1, temperature=0, pooling=pooling))
+        for i in range(4)
+    }
     whole = {name: answer.last.embedding for name, answer in run(make_core(model), prompts).items()}
     for name, vector in whole.items():  # of none, each token's
-        assert sum(value * value for value in vector) == pytest.approx(1.0 if pooling != "none" else len(prompts[name][0]))
+        assert sum(value * value for value in vector) == pytest.approx(
+            1.0 if pooling != "none" else len(prompts[name][0])
+        )
     core = make_core(model, token_budget=32, max_requests=4)
     answers = {name: Answer() for name in prompts}
     for name, (prompt, params) in prompts.items():
@@ -343,7 +361,9 @@ def test_random_weights_from_a_configuration_alone(tmp_path):
     folder = tmp_path / "alone"
     folder.mkdir()
     (folder / "config.json").write_text((made / "config.json").read_text())
-    core = load_core(EngineOptions(model=str(folder), load_format="dummy", device="cpu", kv_memory_bytes=2**24))
+    core = load_core(
+        EngineOptions(model=str(folder), load_format="dummy", device="cpu", kv_memory_bytes=2**24)
+    )
     answers = run(core, {"a": ([1, 2, 3], greedy(5)), "b": ([4, 5], greedy(3))})
     assert [len(answer.tokens) for answer in answers.values()] == [5, 3]
     with pytest.raises(CheckpointError, match="no safetensors file"):
@@ -368,13 +388,19 @@ def test_a_checkpoint_of_values_that_are_not_numbers_is_what_the_error_names(tmp
         told += core.step()[1]
     assert [one.error for one in told] == ["ModelFailed"] * 3
     for one in told:
-        assert "the checkpoint may hold values that are not numbers, or overflow in this dtype" in one.message
+        assert (
+            "the checkpoint may hold values that are not numbers, or overflow in this dtype"
+            in one.message
+        )
         assert one.fix.startswith("Fetch the checkpoint again, or start with --dtype float32.")
 
 
-@pytest.mark.parametrize("params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)])
+@pytest.mark.parametrize(
+    "params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)]
+)
 def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
-    """One token's embedding is broken. A request that uses it gets an error; no other request's tokens change, then or later."""
+    """One token's embedding is broken. A request that uses it gets an error; no other request's
+    tokens change, then or later."""
     make_llama(tmp_path, vocab_size=320, max_position_embeddings=512, tie_word_embeddings=False)
     broken = load_file(tmp_path / "model.safetensors")
     broken["model.embed_tokens.weight"][7] = float("nan")
@@ -395,5 +421,6 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
     assert told == [("bad", "ModelFailed")]
     assert {name: answer.tokens for name, answer in answers.items()} == alone
     core.scheduler.table.check_integrity()
-    assert run(core, dict(good))["good1"].tokens == alone["good1"]  # in pages that were the broken one's, too
+    # in pages that were the broken one's, too
+    assert run(core, dict(good))["good1"].tokens == alone["good1"]
     assert not any(page.isnan().any() for page in core.runner.cache)

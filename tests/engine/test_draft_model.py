@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers import Answer, byte_tokenizer, draft_core, greedy, load_model, make_core, make_llama, run, take
+from tests.helpers import (
+    Answer,
+    byte_tokenizer,
+    draft_core,
+    greedy,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    take,
+)
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.load import load_core
 from tidemill.engine.parts.drafting import Drafting
@@ -28,9 +38,14 @@ PROMPT = [(i * i) % 97 + 3 for i in range(60)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The target, another that is as likely right as chance, and one with a longer vocabulary and a shorter context."""
+    """The target, another that is as likely right as chance, and one with a longer vocabulary and a
+    shorter context."""
     made = []
-    for seed, more in ((5, {}), (6, {"num_hidden_layers": 1, "vocab_size": 200}), (7, {"vocab_size": 300})):
+    for seed, more in (
+        (5, {}),
+        (6, {"num_hidden_layers": 1, "vocab_size": 200}),
+        (7, {"vocab_size": 300}),
+    ):
         path = tmp_path_factory.mktemp(f"model{seed}")
         make_llama(path, seed=seed, **{"vocab_size": 250, "initializer_range": 0.15} | more)
         made.append(load_model(path))
@@ -38,7 +53,8 @@ def models(tmp_path_factory):
 
 
 def verified(core, requests):
-    """Answers, and how many drafts were right of how many; the step that ends a request does not count."""
+    """Answers, and how many drafts were right of how many; the step that ends a request does not
+    count."""
     answers, num_right, num_all = {name: Answer() for name in requests}, 0, 0
     for name, (prompt, params) in requests.items():
         core.submit(Submit(name, prompt, params))
@@ -49,8 +65,15 @@ def verified(core, requests):
             answers[delta.request_id].tokens += delta.token_ids
         ended = {delta.request_id for delta in output.deltas if delta.finish_reason}
         for event in output.events:
-            of = [one for one in event.of if one[0] not in ended] if isinstance(event, events.DraftsVerified) else []
-            num_right, num_all = num_right + sum(one[2] for one in of), num_all + sum(one[1] for one in of)
+            of = (
+                [one for one in event.of if one[0] not in ended]
+                if isinstance(event, events.DraftsVerified)
+                else []
+            )
+            num_right, num_all = (
+                num_right + sum(one[2] for one in of),
+                num_all + sum(one[1] for one in of),
+            )
     core.scheduler.table.check_integrity()
     return answers, num_right, num_all
 
@@ -77,17 +100,23 @@ def test_the_target_itself_is_always_right(models, kind):
     requests = {"x": (PROMPT, PARAMS[kind]), "y": (PROMPT[:7], PARAMS[kind])}
     answers, num_right, num_all = verified(core, requests)
     expected = run(make_core(models[0], speculate="off"), requests)
-    assert {name: answer.tokens for name, answer in answers.items()} == {name: one.tokens for name, one in expected.items()}
+    assert {name: answer.tokens for name, answer in answers.items()} == {
+        name: one.tokens for name, one in expected.items()
+    }
     assert num_right == num_all
     assert num_all > 20
     assert is_idle(core)
 
 
-@pytest.mark.parametrize(("which", "options"), [(1, {"token_budget": 9, "max_requests": 3}), (2, {})])
+@pytest.mark.parametrize(
+    ("which", "options"), [(1, {"token_budget": 9, "max_requests": 3}), (2, {})]
+)
 def test_another_vocabulary_size(models, which, options):
     """Tokens that the draft model does not have, and drafts that are no tokens of the target."""
     requests = {"n": (PROMPT[:30], SamplingParams(n=4, seed=3, max_tokens=12))}
-    requests |= {f"o{i}": (PROMPT[i : i + 9 + 8 * i], list(PARAMS.values())[i % 3]) for i in range(5)}
+    requests |= {
+        f"o{i}": (PROMPT[i : i + 9 + 8 * i], list(PARAMS.values())[i % 3]) for i in range(5)
+    }
     core = draft_core(models[0], models[which], **options)
     assert run(core, requests) == run(make_core(models[0], speculate="off", **options), requests)
     assert is_idle(core)
@@ -113,7 +142,9 @@ def test_preempted_and_aborted(models):
 def test_few_pages_and_rows_go_to_those_who_ask(models):
     """The draft model's pool holds two of four requests."""
     core = draft_core(models[0], models[0], max_requests=4)
-    core.part(Drafting).drafters[-1] = DraftModelDrafter(models[0], replace(core.config.draft, num_pages=12), 250)
+    core.part(Drafting).drafters[-1] = DraftModelDrafter(
+        models[0], replace(core.config.draft, num_pages=12), 250
+    )
     requests = {f"o{i}": (PROMPT[i : i + 40], PARAMS["greedy"]) for i in range(4)}
     assert run(core, requests) == run(make_core(models[0], speculate="off"), requests)
     assert is_idle(core)
@@ -134,7 +165,10 @@ def test_memory_is_counted(models):
     config = draft_core(models[0], models[1]).config
     parts = config.draft.weight_bytes + config.draft.kv_bytes + config.draft.activation_bytes
     assert config.draft.kv_bytes > 0
-    assert config.memory_bytes == config.weight_bytes + config.kv_bytes + config.activation_bytes + parts
+    assert (
+        config.memory_bytes
+        == config.weight_bytes + config.kv_bytes + config.activation_bytes + parts
+    )
     small = EngineOptions(draft_model="draft", memory_bytes=config.memory_bytes - config.kv_bytes)
     with pytest.raises(ConfigError, match="draft model"):
         resolve(small, models[0].config, machine.detect(), models[1].config)
@@ -144,7 +178,10 @@ def test_memory_is_counted(models):
     ("options", "match"),
     [
         ({"speculate": "draft-model"}, "needs --draft-model"),
-        ({"speculate": "ngram", "draft_model": "tiny"}, "--draft-model needs --speculate draft-model"),
+        (
+            {"speculate": "ngram", "draft_model": "tiny"},
+            "--draft-model needs --speculate draft-model",
+        ),
     ],
 )
 def test_the_option_and_the_drafter_belong_together(models, options, match):
@@ -154,7 +191,10 @@ def test_the_option_and_the_drafter_belong_together(models, options, match):
 
 def test_another_tokenizer_is_refused_by_name(tiny_folder, thinking_folder, tmp_path):
     """Before weights are read: the folders of the mismatched models have none."""
-    with pytest.raises(ConfigError, match=f"{thinking_folder.name}.* has another tokenizer than {tiny_folder.name}: 2 tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{thinking_folder.name}.* has another tokenizer than {tiny_folder.name}: 2 tokens",
+    ):
         load_core(EngineOptions(model=str(tiny_folder), draft_model=str(thinking_folder)))
     make_llama(tmp_path, vocab_size=320)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
@@ -164,7 +204,12 @@ def test_another_tokenizer_is_refused_by_name(tiny_folder, thinking_folder, tmp_
 def test_loaded_from_its_path(tiny_folder, tmp_path):
     make_llama(tmp_path, seed=4, vocab_size=320, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
-    options = EngineOptions(model=str(tiny_folder), draft_model=str(tmp_path), kv_memory_bytes=2**24, adaptive_drafts=False)
+    options = EngineOptions(
+        model=str(tiny_folder),
+        draft_model=str(tmp_path),
+        kv_memory_bytes=2**24,
+        adaptive_drafts=False,
+    )
     core = load_core(options)
     assert core.config.speculate == ("forced", "draft-model")
     _, _, num_all = verified(core, {"x": (PROMPT, greedy(12))})

@@ -11,7 +11,10 @@ from tidemill.frontend.structured import Matcher
 from tidemill.types.sampling import Grammar, SamplingParams
 from tidemill.types.wire import Resumed, Submit
 
-GRAMMAR = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 4, "maxItems": 4}))
+GRAMMAR = Grammar(
+    "json_schema",
+    json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 4, "maxItems": 4}),
+)
 
 
 class Panic(BaseException):
@@ -74,7 +77,10 @@ def asks():
     return {
         "free": ([1, 2, 3], greedy(20, ignore_eos=True, logprobs=2)),
         "structured": ([1, 2, 3], SamplingParams(max_tokens=60, seed=3, grammar=GRAMMAR)),
-        "penalties": ([4, 5], SamplingParams(max_tokens=15, seed=4, repetition_penalty=1.3, ignore_eos=True)),
+        "penalties": (
+            [4, 5],
+            SamplingParams(max_tokens=15, seed=4, repetition_penalty=1.3, ignore_eos=True),
+        ),
     }
 
 
@@ -87,13 +93,21 @@ ERRORS = {"error": RuntimeError("boom"), "panic": Panic("explicit panic"), "bare
 
 @pytest.mark.parametrize(
     ("method", "countdown", "error"),
-    [("mask", 0, "error"), ("mask", 2, "panic"), ("mask", 0, "bare"), ("take", 3, "panic"), ("is_over", 2, "error")],
+    [
+        ("mask", 0, "error"),
+        ("mask", 2, "panic"),
+        ("mask", 0, "bare"),
+        ("take", 3, "panic"),
+        ("is_over", 2, "error"),
+    ],
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, error, n):
     error = ERRORS[error]
     expected = run(core, asks())
-    core.submit(Submit("bad", [1, 2, 3], SamplingParams(max_tokens=60, seed=9, grammar=GRAMMAR, n=n)))
+    core.submit(
+        Submit("bad", [1, 2, 3], SamplingParams(max_tokens=60, seed=9, grammar=GRAMMAR, n=n))
+    )
     for seq in core.live["bad"].samples:
         core.part(StructuredOutput).start(seq, faulty(core, method, countdown, error))
     for name, (prompt, params) in asks().items():

@@ -22,14 +22,20 @@ async def test_deltas_that_wait_together_are_taken_together():
     scores = [[TokenLogprobs(token, -1.0, [])] for token in range(4)]
     put(
         inbox,
-        Delta("r", 0, [5], logprobs=scores[0], prompt_pieces=logprob_pieces(scores[3]), num_cached=7),
+        Delta(
+            "r", 0, [5], logprobs=scores[0], prompt_pieces=logprob_pieces(scores[3]), num_cached=7
+        ),
         Delta("r", 0, [6], logprobs=scores[1], num_cached=7),
         Delta("r", 1, [1], logprobs=scores[2], num_cached=7),
-        Delta("r", 0, [8, 9], "length", logprobs=scores[2] + scores[3], num_cached=7, timings=timings),
+        Delta(
+            "r", 0, [8, 9], "length", logprobs=scores[2] + scores[3], num_cached=7, timings=timings
+        ),
         Delta("r", 1, [2], "stop"),
     )
     every = [entry for one in (0, 1, 2, 3) for entry in scores[one]]
-    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, logprob_pieces(scores[3]), 7, timings)
+    assert await inbox.take() == Delta(
+        "r", 0, [5, 6, 8, 9], "length", every, logprob_pieces(scores[3]), 7, timings
+    )
     assert await inbox.take() == Delta("r", 1, [1, 2], "stop", scores[2])
     assert inbox.num_cells == 0
 
@@ -61,7 +67,11 @@ async def test_the_reader_waits():
 async def test_a_long_backlog_is_taken_in_pieces_and_other_tasks_run_between_them():
     inbox, num_samples, num_tokens = Inbox(), 2, 500
     top = [(token, -2.0) for token in range(20)]
-    deltas = [Delta("r", i, [token], logprobs=[TokenLogprobs(token, -1.0, top)]) for token in range(num_tokens) for i in (0, 1)]
+    deltas = [
+        Delta("r", i, [token], logprobs=[TokenLogprobs(token, -1.0, top)])
+        for token in range(num_tokens)
+        for i in (0, 1)
+    ]
     put(inbox, *deltas)
     assert inbox.num_cells == sum(cells(delta) for delta in deltas)
     turns = 0
@@ -89,7 +99,8 @@ async def test_a_long_backlog_is_taken_in_pieces_and_other_tasks_run_between_the
 
 
 def test_a_response_of_the_largest_size_fits_a_backlog():
-    """A whole response is read by the server itself: one that is behind must not end it for a client that does not read."""
+    """A whole response is read by the server itself: one that is behind must not end it for a
+    client that does not read."""
     num_tokens = MAX_LOGPROB_CELLS // (1 + 20)
     entry = TokenLogprobs(5, -1.0, [(token, -1.0) for token in range(20)])
     assert num_tokens * cells(Delta("r", 0, [5], logprobs=[entry])) < inbox_module.MAX_CELLS

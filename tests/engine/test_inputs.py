@@ -1,4 +1,5 @@
-"""Rows of embeddings in the place of tokens: the same bits alone, among others, in chunks, cached, preempted and speculated."""
+"""Rows of embeddings in the place of tokens: the same bits alone, among others, in chunks, cached,
+preempted and speculated."""
 
 import numpy as np
 import pytest
@@ -49,7 +50,10 @@ def request(model, params, kind=PICTURE, seed=0):
 
 @pytest.fixture(scope="module")
 def alone(model):
-    return {name: run(make_core(model), {"x": request(model, params)})["x"] for name, params in PARAMS.items()}
+    return {
+        name: run(make_core(model), {"x": request(model, params)})["x"]
+        for name, params in PARAMS.items()
+    }
 
 
 def test_rows_of_the_table_have_the_bits_of_their_tokens(model, reference):
@@ -73,7 +77,9 @@ def test_vectors_give_what_transformers_computes(model, reference):
         embedded[0, each.start : each.end] = torch.tensor(rows)
     with torch.inference_mode():
         logprobs = reference[0](inputs_embeds=embedded).logits[0, -1].log_softmax(0)
-    [entry] = run(make_core(model), {"x": (prompt, greedy(1, logprobs=0), segments, contents)})["x"].logprobs
+    [entry] = run(make_core(model), {"x": (prompt, greedy(1, logprobs=0), segments, contents)})[
+        "x"
+    ].logprobs
     assert abs(logprobs[entry.token_id].item() - entry.logprob) < 1e-4
     assert entry.token_id == logprobs.argmax().item()
 
@@ -151,18 +157,25 @@ def test_drafts_are_right_and_no_placeholders(model, alone):
     core = make_core(model, speculate="ngram", adaptive_drafts=False, max_drafts=4)
     seen = watch(core)
     propose = core.part(Drafting).drafters[0].propose
-    core.part(Drafting).drafters[0].propose = lambda asks: [(*tokens[:1], 3, 3) for tokens in propose(asks)]
+    core.part(Drafting).drafters[0].propose = lambda asks: [
+        (*tokens[:1], 3, 3) for tokens in propose(asks)
+    ]
     answer = run(core, {"x": request(model, PARAMS["greedy"])})["x"]
     assert answer == alone["greedy"]
-    drafted = [num for event in seen if isinstance(event, events.DraftsVerified) for _, num, _ in event.of]
+    drafted = [
+        num for event in seen if isinstance(event, events.DraftsVerified) for _, num, _ in event.of
+    ]
     assert set(drafted) <= {1}
 
 
 def test_goes_on_in_another_engine(model, alone):
-    """What a client submits again after a crash: the request as it came over the wire, with the tokens so far."""
+    """What a client submits again after a crash: the request as it came over the wire, with the
+    tokens so far."""
     prompt, segments, contents = asked(model)
     begun = [Resumed(0, alone["seeded"].tokens[:7])]
-    sent = encode(Submit("x", prompt, PARAMS["seeded"], segments=segments, contents=contents, resumed=begun))
+    sent = encode(
+        Submit("x", prompt, PARAMS["seeded"], segments=segments, contents=contents, resumed=begun)
+    )
     core, answers = make_core(model, token_budget=40, max_requests=4), {"x": Answer()}
     core.submit(decode_to_engine(sent))
     while core.has_work:

@@ -1,10 +1,21 @@
-"""The first promise: a request's tokens and logprobs do not depend on anything but the request. Bit for bit, in every path."""
+"""The first promise: a request's tokens and logprobs do not depend on anything but the request. Bit
+for bit, in every path."""
 
 import gguf
 import pytest
 import torch
 
-from tests.helpers import Answer, engine_config, greedy, load_model, make_core, make_llama, run, take, watch
+from tests.helpers import (
+    Answer,
+    engine_config,
+    greedy,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    take,
+    watch,
+)
 from tests.weights.test_gguf import write_gguf
 from tidemill.kernels import native
 from tidemill.sched.policies import POLICIES
@@ -14,12 +25,21 @@ from tidemill.types.wire import Submit
 
 PARAMS = {
     "greedy": greedy(20, logprobs=3),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=20, seed=1234, logprobs=3),
+    "seeded": SamplingParams(
+        temperature=0.9, top_p=0.95, top_k=50, max_tokens=20, seed=1234, logprobs=3
+    ),
     "penalties": SamplingParams(
-        temperature=1.0, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=20, seed=-7, logprobs=3
+        temperature=1.0,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        max_tokens=20,
+        seed=-7,
+        logprobs=3,
     ),
 }
-# The layer shapes of the default model, and an awkward one with odd sizes and one query head per KV head.
+# The layer shapes of the default model, and an awkward one with odd sizes and one query head per KV
+# head.
 SHAPES = {
     "smollm2": {
         "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 2048,
@@ -31,9 +51,12 @@ PROMPT_LEN = 150
 
 
 def with_kinds(values):
-    """Each value with each way of sampling; in `make test`, each of the former and each of the latter at least once."""
+    """Each value with each way of sampling; in `make test`, each of the former and each of the
+    latter at least once."""
     kinds = list(PARAMS)
-    often = {(i % len(kinds), i) for i in range(len(values))} | {(j, j % len(values)) for j in range(len(kinds))}
+    often = {(i % len(kinds), i) for i in range(len(values))} | {
+        (j, j % len(values)) for j in range(len(kinds))
+    }
     return [
         pytest.param(kind, value, marks=() if (j, i) in often else pytest.mark.slow)
         for i, value in enumerate(values)
@@ -41,9 +64,12 @@ def with_kinds(values):
     ]
 
 
-@pytest.fixture(scope="module", params=["smollm2 quantized", "smollm2 float32", "odd float32", "smollm2 torch"])
+@pytest.fixture(
+    scope="module", params=["smollm2 quantized", "smollm2 float32", "odd float32", "smollm2 torch"]
+)
 def model(request, tmp_path_factory):
-    """4- and 8-bit weights with bfloat16 keys and values; float32; torch's attention under compiled products; torch alone."""
+    """4- and 8-bit weights with bfloat16 keys and values; float32; torch's attention under compiled
+    products; torch alone."""
     shape, _, path_taken = request.param.partition(" ")
     folder = tmp_path_factory.mktemp(shape)
     reference = make_llama(folder, seed=3, **SHAPES[shape])
@@ -54,7 +80,10 @@ def model(request, tmp_path_factory):
             pytest.skip(native.why)
         if path_taken == "quantized":
             file = write_gguf(
-                folder / "q.gguf", reference, quantize=gguf.GGMLQuantizationType.Q4_1, table=gguf.GGMLQuantizationType.Q8_0
+                folder / "q.gguf",
+                reference,
+                quantize=gguf.GGMLQuantizationType.Q4_1,
+                table=gguf.GGMLQuantizationType.Q8_0,
             )
             yield load_model(file, "quantized")
         else:
@@ -70,7 +99,9 @@ def ids(model, num: int, seed: int) -> list[int]:
 def alone(model) -> dict[str, Answer]:
     """Each request by itself, its prompt in one piece."""
     prompt = ids(model, PROMPT_LEN, 0)
-    return {name: run(make_core(model), {"x": (prompt, params)})["x"] for name, params in PARAMS.items()}
+    return {
+        name: run(make_core(model), {"x": (prompt, params)})["x"] for name, params in PARAMS.items()
+    }
 
 
 def others(model, num: int) -> dict[str, tuple[list[int], SamplingParams]]:
@@ -83,7 +114,11 @@ def others(model, num: int) -> dict[str, tuple[list[int], SamplingParams]]:
 def test_among_31_others(model, alone, kind):
     prompt = ids(model, PROMPT_LEN, 0)
     crowd = others(model, 31)
-    requests = dict(list(crowd.items())[:15]) | {"x": (prompt, PARAMS[kind])} | dict(list(crowd.items())[15:])
+    requests = (
+        dict(list(crowd.items())[:15])
+        | {"x": (prompt, PARAMS[kind])}
+        | dict(list(crowd.items())[15:])
+    )
     assert run(make_core(model), requests)["x"] == alone[kind]
 
 
@@ -97,7 +132,10 @@ def test_in_chunks(model, alone, kind, chunk):
 @pytest.mark.parametrize(("kind", "page_size"), with_kinds([1, 32]))
 def test_in_other_pages(model, alone, kind, page_size):
     prompt = ids(model, PROMPT_LEN, 0)
-    assert run(make_core(model, page_size=page_size), {"x": (prompt, PARAMS[kind])})["x"] == alone[kind]
+    assert (
+        run(make_core(model, page_size=page_size), {"x": (prompt, PARAMS[kind])})["x"]
+        == alone[kind]
+    )
 
 
 @pytest.mark.parametrize("kind", PARAMS)
@@ -167,7 +205,10 @@ def test_samples_share_pages_and_equal_requests_of_their_own(model):
     core = make_core(model, prefix_caching=False)
     seen = watch(core)
     together = run(core, {"x": (prompt, params)})
-    assert sum(event.num_tokens for event in seen if isinstance(event, events.StepPlanned)) == PROMPT_LEN + 3 + 4 * 11
+    assert (
+        sum(event.num_tokens for event in seen if isinstance(event, events.StepPlanned))
+        == PROMPT_LEN + 3 + 4 * 11
+    )
     assert any(isinstance(event, events.PageCopied) for event in seen)
     for index in range(4):
         lone = run(make_core(model), {"x": (prompt, params.sample(index))})["x"]
@@ -179,7 +220,10 @@ def test_samples_share_pages_and_equal_requests_of_their_own(model):
 def test_under_every_policy(model, alone, policy):
     prompt = ids(model, PROMPT_LEN, 0)
     requests = others(model, 6) | {"x": (prompt, PARAMS["seeded"])}
-    assert run(make_core(model, policy=policy, token_budget=64, max_requests=4), requests)["x"] == alone["seeded"]
+    assert (
+        run(make_core(model, policy=policy, token_budget=64, max_requests=4), requests)["x"]
+        == alone["seeded"]
+    )
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(model):
@@ -188,12 +232,15 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model):
     whole = run(make_core(model), {"x": (prompt, params)})["x"]
     assert len(whole.prompt_logprobs) == PROMPT_LEN - 1
     assert [entry.token_id for entry in whole.prompt_logprobs] == prompt[1:]
-    assert run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"] == whole
+    assert (
+        run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"] == whole
+    )
 
 
 @pytest.mark.parametrize("start", [50, PROMPT_LEN - 1])
 def test_prompt_logprobs_from_a_position_on(model, start):
-    """What is before it may be cached. Alone, chunked, or after a preemption, they are those of the whole prompt."""
+    """What is before it may be cached. Alone, chunked, or after a preemption, they are those of the
+    whole prompt."""
     prompt = ids(model, PROMPT_LEN, 0)
     whole = run(make_core(model), {"x": (prompt, greedy(2, prompt_logprobs=2))})["x"]
     whole.prompt_logprobs = whole.prompt_logprobs[start - 1 :]
@@ -210,4 +257,7 @@ def test_prompt_logprobs_from_a_position_on(model, start):
     core.scheduler.table.preempt(core.scheduler.running[0], "for this test")
     while core.has_work:
         take(core, answers)
-    assert (answers["x"].prompt_logprobs, answers["x"].tokens) == (whole.prompt_logprobs, whole.tokens)
+    assert (answers["x"].prompt_logprobs, answers["x"].tokens) == (
+        whole.prompt_logprobs,
+        whole.tokens,
+    )

@@ -1,4 +1,5 @@
-"""Keys and values in 8 and 4 bits: tokens and logprobs depend on the request alone, and are close to the exact ones."""
+"""Keys and values in 8 and 4 bits: tokens and logprobs depend on the request alone, and are close
+to the exact ones."""
 
 from dataclasses import replace
 
@@ -7,7 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.test_lora import ask, make_lora
-from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.helpers import (
+    Answer,
+    Guesser,
+    greedy,
+    guess_with,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    take,
+)
 from tests.models.test_families import make
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.parts.adapters import AdapterStore
@@ -21,7 +32,13 @@ PROMPT = [(i * i) % 97 + 3 for i in range(90)]
 
 
 def others(num):
-    return {f"o{i}": ([(i * 7 + k * k) % 97 + 3 for k in range(1 + i * 37 % 120)], greedy(8, logprobs=1)) for i in range(num)}
+    return {
+        f"o{i}": (
+            [(i * 7 + k * k) % 97 + 3 for k in range(1 + i * 37 % 120)],
+            greedy(8, logprobs=1),
+        )
+        for i in range(num)
+    }
 
 
 def preempted(core, crowd):
@@ -51,7 +68,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["plain", "windowed"])
-@pytest.mark.parametrize("backend", ["compiled", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "backend", ["compiled", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
 def test_tokens_depend_on_the_request_alone(folders, backend, kind, kv_dtype):
     model = load_model(folders[1 if kind == "plain" else 2])
 
@@ -71,7 +90,8 @@ def test_tokens_depend_on_the_request_alone(folders, backend, kind, kv_dtype):
     assert preempted(core(token_budget=64, speculate="off"), crowd) == alone
     guesses = guess_with(core(), Guesser({tuple(PROMPT): alone.tokens}))
     assert run(guesses, {"x": (PROMPT, PARAMS)})["x"] == alone
-    samples = SamplingParams(temperature=1.0, max_tokens=6, n=2, seed=99)  # the prompt's last page is copied
+    # the prompt's last page is copied
+    samples = SamplingParams(temperature=1.0, max_tokens=6, n=2, seed=99)
     together = run(core(), {"x": (PROMPT, samples)})
     assert together["x:1"] == run(core(), {"x": (PROMPT, samples.sample(1))})["x"]
 
@@ -100,7 +120,10 @@ def logprobs(model, **options):
 def test_fewer_bits_are_close_to_exact(folders, backend):
     model = load_model(folders[1])
     exact = logprobs(model)
-    errors = {name: float((logprobs(model, kv_dtype=name) - exact).abs().mean()) for name in ("fp16", "bf16", "int8", "int4")}
+    errors = {
+        name: float((logprobs(model, kv_dtype=name) - exact).abs().mean())
+        for name in ("fp16", "bf16", "int8", "int4")
+    }
     assert 0 < errors["fp16"] < errors["bf16"] < errors["int8"] < errors["int4"]
     assert errors["int8"] < 0.05
     assert torch.equal(logprobs(model, kv_dtype="fp32"), exact)

@@ -1,4 +1,5 @@
-"""KV policies: a request that asks for one gets it, with the same bits in every path, and nobody else changes by a bit."""
+"""KV policies: a request that asks for one gets it, with the same bits in every path, and nobody
+else changes by a bit."""
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from tidemill.types.wire import Submit
 
 POLICIES = {
     "window": {"kind": "window", "recent": 40},
-    "streaming": {"kind": "streaming", "sinks": 3, "recent": 61},  # four pages: a hit must not end where tokens are given up
+    # four pages: a hit must not end where tokens are given up
+    "streaming": {"kind": "streaming", "sinks": 3, "recent": 61},
     "h2o": {"kind": "h2o", "budget": 40},
     "snapkv": {"kind": "snapkv", "budget": 50, "observed": 8},
     "quest": {"kind": "quest", "budget": 0.3, "dense_layers": 1},
@@ -54,12 +56,19 @@ def alone(model, params: SamplingParams, **options) -> Answer:
 
 @pytest.mark.parametrize("kind", POLICIES)
 def test_the_same_bits_in_every_path(model, kind):
-    """Alone, among others, in chunks, in other pages, with a cached prefix, after preemption. Others are as they are alone."""
+    """Alone, among others, in chunks, in other pages, with a cached prefix, after preemption.
+    Others are as they are alone."""
     prompt, params, plain = ids(LENGTH), asks(kind), greedy(20, logprobs=1, ignore_eos=True)
-    expected, of_others = alone(model, params), {f"o{i}": (ids(10 + 40 * i, 9 + i), plain) for i in range(3)}
+    expected, of_others = (
+        alone(model, params),
+        {f"o{i}": (ids(10 + 40 * i, 9 + i), plain) for i in range(3)},
+    )
     without = alone(model, plain)
     assert expected.logprobs != without.logprobs
-    assert run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"] == expected
+    assert (
+        run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"]
+        == expected
+    )
     if kind != "quest":  # which chooses pages
         assert run(make_core(model, page_size=1), {"x": (prompt, params)})["x"] == expected
     core = make_core(model, token_budget=64)
@@ -67,13 +76,17 @@ def test_the_same_bits_in_every_path(model, kind):
     together = run(core, of_others | {"x": (prompt, params), "y": (prompt, plain)})
     assert together.pop("x") == expected
     assert together.pop("y") == without
-    assert together == {name: run(make_core(model), {name: one})[name] for name, one in of_others.items()}
+    assert together == {
+        name: run(make_core(model), {name: one})[name] for name, one in of_others.items()
+    }
     _preempt_at(core, expected, prompt, params, {3, 11})
     assert run(core, {"y": (prompt, plain)})["y"] == without
     core.scheduler.table.check_integrity()
 
 
-def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: SamplingParams, lengths: set[int]) -> None:
+def _preempt_at(
+    core: EngineCore, expected: Answer, prompt: list[int], params: SamplingParams, lengths: set[int]
+) -> None:
     answers, left = {"x": Answer()}, set(lengths)
     core.submit(Submit("x", prompt, params))
     while core.has_work:
@@ -88,7 +101,8 @@ def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: S
 
 
 def test_pages_are_bounded_and_nothing_moved_is_shared(model):
-    """Beyond the context, in the pages of the window; what is moved is not in the prefix index, which keeps what was computed."""
+    """Beyond the context, in the pages of the window; what is moved is not in the prefix index,
+    which keeps what was computed."""
     prompt = ids(LENGTH)
     core = make_core(model, token_budget=64, page_size=4)
     assert core.config.max_context == 256
@@ -105,9 +119,9 @@ def test_pages_are_bounded_and_nothing_moved_is_shared(model):
         core.scheduler.table.check_integrity()
     assert len(answer.tokens) == 200
     assert most == -(-63 // 4)
-    assert sum(event.num_tokens for event in seen if isinstance(event, events.TokensEvicted)) == 3 * (
-        (LENGTH + 199 - 63) // 3 + 1
-    )
+    assert sum(
+        event.num_tokens for event in seen if isinstance(event, events.TokensEvicted)
+    ) == 3 * ((LENGTH + 199 - 63) // 3 + 1)
     admitted = next(event for event in seen if isinstance(event, events.Admitted))
     assert admitted.num_cached == 60  # what is the same with and without the policy
     assert run(core, {"y": (prompt, greedy(1))})["y"].last.num_cached == 96
@@ -125,30 +139,46 @@ def take_with_events(core: EngineCore, answers: dict[str, Answer]) -> list[event
 def test_all_of_it_is_no_policy(model, request):
     """H2O with room for every token, and before it gives up the first: the tokens without it."""
     plain = alone(model, greedy(20, logprobs=1, ignore_eos=True))
-    assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 1.0})) == plain
-    long = alone(model, greedy(100, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 120}))
+    assert (
+        alone(
+            model, greedy(20, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 1.0})
+        )
+        == plain
+    )
+    long = alone(
+        model, greedy(100, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 120})
+    )
     assert long.logprobs[:20] == plain.logprobs
     for kind in ("quest", "double"):
         whole = {"kind": kind, "budget": 1.0, "dense": 1, "dense_layers": 0}
         made = alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy=whole))
         if "torch" in request.node.name:  # it adds up in another order
             assert made.tokens == plain.tokens
-            assert [one.logprob for one in made.logprobs] == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-4)
+            assert [one.logprob for one in made.logprobs] == pytest.approx(
+                [one.logprob for one in plain.logprobs], abs=1e-4
+            )
         else:
             assert made == plain
-    assert settle(read_policy("snapkv"), 100, 10**6, 2000) is None  # a prompt of 1,024 tokens stays whole
+    # a prompt of 1,024 tokens stays whole
+    assert settle(read_policy("snapkv"), 100, 10**6, 2000) is None
 
 
 def test_samples_and_snapkv_gives_pages_back(model):
     """Samples of one request are as requests of their own; a compressed prompt holds fewer pages."""
     prompt = ids(LENGTH)
-    params = SamplingParams(temperature=1.0, max_tokens=8, n=3, seed=7, logprobs=1, kv_policy=POLICIES["snapkv"])
+    params = SamplingParams(
+        temperature=1.0, max_tokens=8, n=3, seed=7, logprobs=1, kv_policy=POLICIES["snapkv"]
+    )
     core, held = make_core(model, page_size=4), set[int]()
     core.submit(Submit("x", prompt, params))
     answers = {name: Answer() for name in ("x", "x:1", "x:2")}
     while core.has_work:
         take(core, answers)
-        held |= {core.scheduler.kv.num_pages_of(one.seq) for one in core.scheduler.running if one.num_output > 2}
+        held |= {
+            core.scheduler.kv.num_pages_of(one.seq)
+            for one in core.scheduler.running
+            if one.num_output > 2
+        }
     for index, name in enumerate(answers):
         assert answers[name] == run(make_core(model), {"x": (prompt, params.sample(index))})["x"]
     assert held
@@ -175,9 +205,13 @@ def test_what_is_wrong_with_a_policy(given, message):
 
 def test_limits_and_defaults(model, tmp_path):
     core = make_core(model, kv_policy='{"kind": "window", "recent": 40}', max_stream=300)
-    assert run(core, {"x": (ids(LENGTH), greedy(20, logprobs=1, ignore_eos=True))})["x"] == alone(model, asks("window"))
+    assert run(core, {"x": (ids(LENGTH), greedy(20, logprobs=1, ignore_eos=True))})["x"] == alone(
+        model, asks("window")
+    )
     full = greedy(20, logprobs=1, ignore_eos=True, kv_policy="full")
-    assert run(core, {"x": (ids(LENGTH), full)})["x"] == alone(model, greedy(20, logprobs=1, ignore_eos=True))
+    assert run(core, {"x": (ids(LENGTH), full)})["x"] == alone(
+        model, greedy(20, logprobs=1, ignore_eos=True)
+    )
     with pytest.raises(ContextTooLong):
         core.submit(Submit("x", ids(250), greedy(51)))
     with pytest.raises(ContextTooLong):
@@ -196,15 +230,26 @@ def test_limits_and_defaults(model, tmp_path):
 
 @pytest.mark.slow
 def test_double_sparsity_by_default_beats_a_window(smollm2_path):
-    """On the default model, with the same budget. Before the channels were chosen by queries too, it lost to the window."""
-    core = load_core(EngineOptions(model=str(smollm2_path), prefix_caching=False, kv_memory_bytes=2**29, speculate="off"))
+    """On the default model, with the same budget. Before the channels were chosen by queries too,
+    it lost to the window."""
+    core = load_core(
+        EngineOptions(
+            model=str(smollm2_path), prefix_caching=False, kv_memory_bytes=2**29, speculate="off"
+        )
+    )
     text = Tokenizer.load(smollm2_path).encode(default_text())[:640]
     policies = {
         "full": {"kind": "full"},
         "window": {"kind": "window", "recent": 80},
         "double": {"kind": "double", "dense": 256},
     }
-    asked = {name: (text, greedy(1, prompt_logprobs=0, kv_policy=policy)) for name, policy in policies.items()}
+    asked = {
+        name: (text, greedy(1, prompt_logprobs=0, kv_policy=policy))
+        for name, policy in policies.items()
+    }
     answers = run(core, asked)
-    lost = {name: -sum(one.logprob for one in answer.prompt_logprobs[255:]) / 384 for name, answer in answers.items()}
+    lost = {
+        name: -sum(one.logprob for one in answer.prompt_logprobs[255:]) / 384
+        for name, answer in answers.items()
+    }
     assert lost["double"] - lost["full"] < 0.3 * (lost["window"] - lost["full"])

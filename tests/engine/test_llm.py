@@ -33,7 +33,9 @@ def test_texts_and_ids_in_one_list(llm):
 
 
 def test_results_carry_everything(llm):
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=5, n=2, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=5, n=2, logprobs=2, prompt_logprobs=1
+    )
     (output,) = llm.generate(["abcdef"], params)
     assert len(output.outputs) == 2
     assert output.prompt_logprobs[0] is None
@@ -48,14 +50,20 @@ def test_beam_search(llm):
     params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5, logprobs=2)
     one, other = llm.beam_search(["hello", llm.tokenizer.encode("there")], params)
     for output, prompt in ((one, "hello"), (other, "there")):
-        assert [one.score for one in output.sequences] == sorted((one.score for one in output.sequences), reverse=True)
+        assert [one.score for one in output.sequences] == sorted(
+            (one.score for one in output.sequences), reverse=True
+        )
         for made in output.sequences:
             assert made.tokens == llm.tokenizer.encode(prompt) + made.token_ids
             assert made.text == llm.tokenizer.decode(made.tokens, skip_special=False)
             assert made.cum_logprob / len(made.logprobs) ** 0.5 == pytest.approx(made.score)
             assert len(made.logprobs) == len(made.token_ids) + (made.finish_reason == "stop")
-    greedy = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]
-    best = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))[0].sequences[0]
+    greedy = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    )[0].outputs[0]
+    best = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))[
+        0
+    ].sequences[0]
     assert best.cum_logprob >= sum(entry.logprob for entry in greedy.logprobs)
     assert len(best.token_ids) == 6
     with pytest.warns(UserWarning, match="1 of 2 prompts failed"):
@@ -119,9 +127,13 @@ def test_a_script_may_queue_more_than_a_server_would(llm):
 
 
 def test_stop_string_ends_one_sample(llm):
-    free = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0].text
+    free = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[
+        0
+    ].text
     stop = free[4:6]
-    output = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop))[0].outputs[0]
+    output = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop)
+    )[0].outputs[0]
     assert output.text == free[: free.index(stop)]
     assert output.finish_reason == "stop"
     assert output.timings.decode_s > 0
@@ -129,7 +141,9 @@ def test_stop_string_ends_one_sample(llm):
     assert not llm.core.has_work
 
 
-@pytest.mark.parametrize("wrong", [[], [1.5], None, 7, {"text": "x"}, {"prompt": 7}, "long " * 200, [10**6]], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [[], [1.5], None, 7, {"text": "x"}, {"prompt": 7}, "long " * 200, [10**6]], ids=repr
+)
 def test_a_wrong_prompt_of_a_list_fails_alone(llm, wrong):
     with pytest.warns(UserWarning, match=r"1 of 3 prompts failed \(1\)"):
         first, failed, last = llm.generate(["fine", wrong, "fine"], GREEDY)
@@ -166,9 +180,13 @@ def test_no_prompt_at_all(llm, wrong):
         llm.generate(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["text", None, [], [{"content": "no role"}], {"role": "user"}], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", ["text", None, [], [{"content": "no role"}], {"role": "user"}], ids=repr
+)
 def test_chat_wants_messages(llm, wrong):
-    with pytest.raises(InvalidRequest, match=r'chat\(\) takes a list of messages.* \[\{"role": "user"'):
+    with pytest.raises(
+        InvalidRequest, match=r'chat\(\) takes a list of messages.* \[\{"role": "user"'
+    ):
         llm.chat(wrong)
 
 
@@ -183,8 +201,15 @@ def test_one_wrong_conversation_fails_alone(llm):
 def test_prompts_as_vllm_takes_them(llm):
     ids = llm.tokenizer.encode("hello")
     plain = llm.generate("hello", GREEDY)[0].text
-    forms = [{"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt": "other", "prompt_token_ids": ids}]
-    for outputs in (llm.generate(forms, sampling_params=GREEDY, use_tqdm=False), *(llm.generate(one, GREEDY) for one in forms)):
+    forms = [
+        {"prompt": "hello"},
+        {"prompt_token_ids": ids},
+        {"prompt": "other", "prompt_token_ids": ids},
+    ]
+    for outputs in (
+        llm.generate(forms, sampling_params=GREEDY, use_tqdm=False),
+        *(llm.generate(one, GREEDY) for one in forms),
+    ):
         assert {output.text for output in outputs} == {plain}
 
 
@@ -206,15 +231,38 @@ def test_a_wrong_option_is_named(tiny_folder, options, words):
 
 
 def test_vllm_options(tiny_folder):
-    asked = {"max_model_len": 128, "max_num_seqs": 3, "block_size": 8, "enable_prefix_caching": False, "dtype": "float"}
-    asked |= {"tensor_parallel_size": 1, "quantization": "gptq", "tokenizer": str(tiny_folder), "kv_cache_memory_bytes": 2**24}
+    asked = {
+        "max_model_len": 128,
+        "max_num_seqs": 3,
+        "block_size": 8,
+        "enable_prefix_caching": False,
+        "dtype": "float",
+    }
+    asked |= {
+        "tensor_parallel_size": 1,
+        "quantization": "gptq",
+        "tokenizer": str(tiny_folder),
+        "kv_cache_memory_bytes": 2**24,
+    }
     with (
         pytest.warns(UserWarning, match=r"without effect: enforce_eager\."),
         pytest.warns(UserWarning, match="gpu_memory_utilization has no effect on a CPU"),
     ):
-        llm = LLM(str(tiny_folder), progress=False, gpu_memory_utilization=0.9, enforce_eager=True, seed=5, **asked)
+        llm = LLM(
+            str(tiny_folder),
+            progress=False,
+            gpu_memory_utilization=0.9,
+            enforce_eager=True,
+            seed=5,
+            **asked,
+        )
     config = llm.config
-    assert (config.max_context, config.max_requests, config.page_size, config.prefix_caching) == (128, 3, 8, False)
+    assert (config.max_context, config.max_requests, config.page_size, config.prefix_caching) == (
+        128,
+        3,
+        8,
+        False,
+    )
     sampled = SamplingParams(max_tokens=8, temperature=1.5)
     first = [output.text for output in llm.generate(["hello"] * 2, sampled)]
     assert first[0] != first[1]
@@ -225,7 +273,10 @@ def test_vllm_options(tiny_folder):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"temprature": 1}, "There is no sampling parameter 'temprature'. Did you mean temperature?"),
+        (
+            {"temprature": 1},
+            "There is no sampling parameter 'temprature'. Did you mean temperature?",
+        ),
         ({"repeat_penalty": 1}, "Did you mean repetition_penalty?"),
         ({"best_of": 2}, "best_of is not supported"),
     ],
@@ -236,13 +287,18 @@ def test_a_wrong_parameter_is_named(given, words):
 
 
 def test_parameters_as_vllm_takes_them(llm):
-    assert SamplingParams(temperature=None, stop=None, best_of=None, detokenize=True) == SamplingParams()
+    assert (
+        SamplingParams(temperature=None, stop=None, best_of=None, detokenize=True)
+        == SamplingParams()
+    )
     with pytest.raises(InvalidRequest, match="sampling_params is a SamplingParams"):
         llm.generate("x", {"temperature": 0})
 
 
 def test_logprobs_are_read_as_vllm_has_them(llm):
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
     (output,) = llm.generate(["abcdef"], params)
     first, *others = output.prompt_logprobs
     assert first is None
@@ -256,10 +312,15 @@ def test_logprobs_are_read_as_vllm_has_them(llm):
         assert entry[token].rank == 1  # greedy
         assert [one.rank for one in entry.values()] == [1, 2]
         assert (entry.token_id, entry.logprob) == (token, entry[token].logprob)
-    assert sample.cumulative_logprob == sum(entry[entry.token_id].logprob for entry in sample.logprobs)
+    assert sample.cumulative_logprob == sum(
+        entry[entry.token_id].logprob for entry in sample.logprobs
+    )
     assert llm.generate([[5]], params)[0].prompt_logprobs == [None]
     later = msgspec.structs.replace(params, prompt_logprobs_start=3)
-    assert llm.generate(["abcdef"], later)[0].prompt_logprobs == [None] * 3 + output.prompt_logprobs[3:]
+    assert (
+        llm.generate(["abcdef"], later)[0].prompt_logprobs
+        == [None] * 3 + output.prompt_logprobs[3:]
+    )
 
 
 def test_a_closed_llm_takes_nothing_more(tiny_folder):
@@ -290,15 +351,23 @@ def test_metrics_count_what_was_done(llm):
     llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert value("tidemill_requests_submitted_total") - before[0] == 1
     assert value("tidemill_output_tokens_total") - before[1] == 8
-    (first_token,) = [metric for metric in llm.get_metrics() if metric.name == "tidemill_time_to_first_token_seconds"]
+    (first_token,) = [
+        metric
+        for metric in llm.get_metrics()
+        if metric.name == "tidemill_time_to_first_token_seconds"
+    ]
     assert (first_token.kind, first_token.value) == ("histogram", None)
     assert first_token.count == first_token.buckets["+Inf"] >= 1
     assert first_token.sum > 0
 
 
 def test_states_of_prompts(llm):
-    whole, each = (llm.encode(["hello", [5, 6, 7]], pooling_task=task) for task in ("embed", "token_embed"))
-    assert whole[0].outputs.data.tolist() == pytest.approx(llm.embed("hello")[0].embedding, rel=1e-6)
+    whole, each = (
+        llm.encode(["hello", [5, 6, 7]], pooling_task=task) for task in ("embed", "token_embed")
+    )
+    assert whole[0].outputs.data.tolist() == pytest.approx(
+        llm.embed("hello")[0].embedding, rel=1e-6
+    )
     assert each[1].outputs.data.shape == (3, whole[1].outputs.data.shape[0])
     assert llm.encode("hello")[0].outputs.data.tolist() == whole[0].outputs.data.tolist()
     with pytest.raises(InvalidRequest, match="There is no pooling_task 'embedding'"):
@@ -311,7 +380,15 @@ class Params:
     """Stands for vLLM's StructuredOutputsParams and GuidedDecodingParams."""
 
     def __init__(self, **given):
-        for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"):
+        for name in (
+            "json",
+            "regex",
+            "choice",
+            "grammar",
+            "json_object",
+            "structural_tag",
+            "whitespace_pattern",
+        ):
             setattr(self, name, given.get(name))
         self.disable_fallback, self._backend = False, "auto"
 
@@ -335,7 +412,9 @@ def test_structured_output_as_vllm_asks_for_it(name, asked, grammar):
 
 
 def test_grammars_of_other_types(llm):
-    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs={"choice": ["left", "right"]})
+    params = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs={"choice": ["left", "right"]}
+    )
     assert llm.generate("which?", params)[0].text in ("left", "right")
     params = SamplingParams(temperature=0, max_tokens=40, grammar={"type": "boolean"})
     assert llm.generate("which?", params)[0].text in ("true", "false")
@@ -347,12 +426,24 @@ def test_grammars_of_other_types(llm):
     [
         ({"grammar": 7}, "grammar is '7' (int). Give a Grammar("),
         ({"grammar": {"type": object()}}, "The json_schema of grammar cannot be written as JSON"),
-        ({"structured_outputs": {"json": {}, "regex": "x"}}, "structured_outputs has json and regex. Give one of json, regex,"),
+        (
+            {"structured_outputs": {"json": {}, "regex": "x"}},
+            "structured_outputs has json and regex. Give one of json, regex,",
+        ),
         ({"guided_decoding": {}}, "guided_decoding has nothing that the output must match"),
         ({"guided_decoding": "x"}, "guided_decoding is 'x'; it must be a dict"),
-        ({"structured_outputs": {"regex": "x", "whitespace_pattern": "y"}}, "'whitespace_pattern', which is not supported"),
-        ({"structured_outputs": {"regex": "x"}, "grammar": {}}, "structured_outputs does not go with grammar"),
-        ({"output_kind": "all"}, "There is no output_kind 'all'. Choose CUMULATIVE, DELTA, FINAL_ONLY"),
+        (
+            {"structured_outputs": {"regex": "x", "whitespace_pattern": "y"}},
+            "'whitespace_pattern', which is not supported",
+        ),
+        (
+            {"structured_outputs": {"regex": "x"}, "grammar": {}},
+            "structured_outputs does not go with grammar",
+        ),
+        (
+            {"output_kind": "all"},
+            "There is no output_kind 'all'. Choose CUMULATIVE, DELTA, FINAL_ONLY",
+        ),
     ],
 )
 def test_what_the_output_must_match_is_said_right(given, words):
@@ -362,27 +453,39 @@ def test_what_the_output_must_match_is_said_right(given, words):
 
 def test_parameters_show_what_applies(llm):
     text = repr(SamplingParams(max_tokens=5, top_p=1.0, stop="x"))
-    assert text.startswith("SamplingParams(temperature=<the model's>, top_k=<the model's>, top_p=1.0, ")
+    assert text.startswith(
+        "SamplingParams(temperature=<the model's>, top_k=<the model's>, top_p=1.0, "
+    )
     assert text.endswith("max_tokens=5, stop=('x',))")
     assert "256" not in repr(SamplingParams())
     assert "<" not in repr(llm.get_default_sampling_params())
 
 
 @pytest.mark.parametrize("how", ["close", "del"])
-@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"kv_disk": "disk:4M", "max_loras": 2}], ids=str)
-def test_the_memory_of_an_llm_is_free_when_it_is_closed_without_a_collection(tiny_folder, tmp_path, how, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": "ngram"}, {"kv_disk": "disk:4M", "max_loras": 2}], ids=str
+)
+def test_the_memory_of_an_llm_is_free_when_it_is_closed_without_a_collection(
+    tiny_folder, tmp_path, how, options
+):
     if "kv_disk" in options:
         options = options | {"kv_disk": f"{tmp_path}/{options['kv_disk']}"}
     gc.collect()
     gc.disable()
     try:
         llm = LLM(str(tiny_folder), progress=False, **options)
-        many = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1)]
+        many = [
+            SamplingParams(max_tokens=5),
+            SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1),
+        ]
         llm.generate([[1, 2, 3]] * 2, many)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{4}")))
         llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=4))
         core = llm.core
-        held = [weakref.ref(one) for one in (core, core.runner, core.runner.cache, core.runner.model, core.scheduler)]
+        held = [
+            weakref.ref(one)
+            for one in (core, core.runner, core.runner.cache, core.runner.model, core.scheduler)
+        ]
         stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
         next(stream)
         del core

@@ -1,4 +1,5 @@
-"""LoRA adapters in the engine: each request computes with its own, as if it had been merged into the model."""
+"""LoRA adapters in the engine: each request computes with its own, as if it had been merged into
+the model."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ from tidemill.types import events
 from tidemill.types.sampling import SamplingParams
 from tidemill.types.wire import Abort, Hold, LoadAdapter, Submit
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 92, "vocab_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 92,
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+}
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-PARAMS = {"greedy": greedy(8, logprobs=2), "seeded": SamplingParams(temperature=0.9, seed=7, max_tokens=8, logprobs=2)}
+PARAMS = {
+    "greedy": greedy(8, logprobs=2),
+    "seeded": SamplingParams(temperature=0.9, seed=7, max_tokens=8, logprobs=2),
+}
 
 
 def make_lora(
@@ -38,28 +48,46 @@ def make_lora(
     tensors = {}
     for name, module in base.named_modules():
         if name.rpartition(".")[2] in targets and getattr(module, "weight", None) is not None:
-            num_out, num_in = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.shape[::-1]  # Conv1D
+            # Conv1D
+            num_out, num_in = (
+                module.weight.shape
+                if isinstance(module, torch.nn.Linear)
+                else module.weight.shape[::-1]
+            )
             for half, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
                 values = torch.randn(shape, generator=generator) * (0.3 / rank**0.25)
                 tensors[f"base_model.model.{name}.lora_{half}.weight"] = values.to(dtype)
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
-    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"} | settings
+    stated = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "bias": "none",
+    } | settings
     (path / "adapter_config.json").write_text(json.dumps(stated))
     return path
 
 
 def merged(base: torch.nn.Module, path: Path, target: Path) -> Path:
     """The base with the adapter's product added to its weights, saved as a checkpoint of its own."""
-    stated, tensors = json.loads((path / "adapter_config.json").read_text()), load_file(path / "adapter_model.safetensors")
+    stated, tensors = (
+        json.loads((path / "adapter_config.json").read_text()),
+        load_file(path / "adapter_model.safetensors"),
+    )
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     for name, down in tensors.items():
         if name.endswith("lora_A.weight"):
             up = tensors[name.replace("lora_A", "lora_B")].double()
-            scale = stated["lora_alpha"] / (down.shape[0] ** (0.5 if stated.get("use_rslora") else 1))
+            scale = stated["lora_alpha"] / (
+                down.shape[0] ** (0.5 if stated.get("use_rslora") else 1)
+            )
             stored = name.removeprefix("base_model.model.").replace("lora_A.", "")
             added = scale * up @ down.double()
-            weights[stored] = (weights[stored].double() + (added.T if stated.get("fan_in_fan_out") else added)).float()
+            weights[stored] = (
+                weights[stored].double() + (added.T if stated.get("fan_in_fan_out") else added)
+            ).float()
     whole = type(base)(base.config)
     whole.load_state_dict(weights)
     whole.save_pretrained(target)
@@ -83,7 +111,9 @@ def with_loras(folder: Path, *paths: Path, **options: object) -> EngineCore:
     return core
 
 
-def ask(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams, int]]) -> dict[str, Answer]:
+def ask(
+    core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams, int]]
+) -> dict[str, Answer]:
     answers = {name: Answer() for name in requests}
     for name, (prompt, params, adapter) in requests.items():
         core.submit(Submit(name, prompt, params, adapter=adapter))
@@ -105,18 +135,25 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["compiled", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "backend", ["compiled", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
 def test_eight_of_a_hundred_in_one_batch_equal_their_merged_models(base, tmp_path, backend):
-    """A hundred are loaded; eight of other ranks and targets answer together, beside a request without one."""
+    """A hundred are loaded; eight of other ranks and targets answer together, beside a request
+    without one."""
     reference, folder = base
-    paths = [make_lora(tmp_path / f"l{i}", reference, 10 + i, **kind) for i, kind in enumerate(KINDS)]
+    paths = [
+        make_lora(tmp_path / f"l{i}", reference, 10 + i, **kind) for i, kind in enumerate(KINDS)
+    ]
     small = make_lora(tmp_path / "small", reference, 99, rank=2, targets=("v_proj",))
     core = with_loras(folder, *[small] * 92, *paths, max_lora_rank=256, max_loras=100)
     assert sum(adapter.slot >= 0 for adapter in core.part(AdapterStore)) == 100
     requests = {f"r{i}": (ids(20 + 9 * i, i), greedy(10, logprobs=1), 93 + i) for i in range(8)}
     requests["none"] = (ids(30, 50), greedy(10, logprobs=1), 0)
     together = ask(core, requests)
-    plain = run(make_core(load_model(folder)), {name: request[:2] for name, request in requests.items()})
+    plain = run(
+        make_core(load_model(folder)), {name: request[:2] for name, request in requests.items()}
+    )
     assert together["none"] == plain["none"]
     for i, path in enumerate(paths):
         model = load_model(merged(reference, path, tmp_path / f"m{i}"))
@@ -140,7 +177,8 @@ def loras(base, tmp_path_factory) -> list[Path]:
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_a_request_with_an_adapter_depends_on_nothing_else(base, loras, kind):
-    """Alone; among others with and without adapters; in chunks; cached; preempted; in other slots: bit for bit."""
+    """Alone; among others with and without adapters; in chunks; cached; preempted; in other slots:
+    bit for bit."""
     _, folder = base
     prompt, params = ids(70, 1), PARAMS[kind]
     alone = ask(with_loras(folder, *loras), {"x": (prompt, params, 2)})["x"]
@@ -153,7 +191,13 @@ def test_a_request_with_an_adapter_depends_on_nothing_else(base, loras, kind):
     assert again.last.num_cached == 64
     assert again == alone
     for chunk in (1, 7):
-        assert ask(with_loras(folder, *loras, token_budget=chunk, max_requests=1), {"x": (prompt, params, 2)})["x"] == alone
+        assert (
+            ask(
+                with_loras(folder, *loras, token_budget=chunk, max_requests=1),
+                {"x": (prompt, params, 2)},
+            )["x"]
+            == alone
+        )
     swapped = with_loras(folder, loras[1], loras[0])
     assert ask(swapped, {"x": (prompt, params, 1)})["x"] == alone
     small = with_loras(folder, *loras, kv_memory_bytes=13 * 8192, max_context=160)
@@ -169,7 +213,8 @@ def test_a_request_with_an_adapter_depends_on_nothing_else(base, loras, kind):
 
 
 def test_the_prefix_cache_never_crosses_adapters(base, loras, tmp_path):
-    """Nor does it after another adapter came under the same name and number of slot; the same content is found again."""
+    """Nor does it after another adapter came under the same name and number of slot; the same
+    content is found again."""
     reference, folder = base
     prompt, params = ids(50, 3), greedy(2)
     core = with_loras(folder, loras[0], loras[1])
@@ -182,9 +227,17 @@ def test_the_prefix_cache_never_crosses_adapters(base, loras, tmp_path):
         assert answers["x"].last is not None
         return answers["x"].last.num_cached
 
-    assert [cached(0), cached(0), cached(1), cached(1), cached(2), cached(2)] == [0, 48, 0, 48, 0, 48]
+    assert [cached(0), cached(0), cached(1), cached(1), cached(2), cached(2)] == [
+        0,
+        48,
+        0,
+        48,
+        0,
+        48,
+    ]
     digest = core.part(AdapterStore).get(1).digest
-    assert cached(0, digest) == cached(0, f"{digest}\n") == 0  # a request cannot name another's pages
+    # a request cannot name another's pages
+    assert cached(0, digest) == cached(0, f"{digest}\n") == 0
     core.part(AdapterStore).unload(1)
     core.part(AdapterStore).load_now(3, "a1", str(make_lora(tmp_path / "other", reference, 77)))
     assert core.part(AdapterStore).get(3).slot == 0
@@ -196,7 +249,10 @@ def test_the_prefix_cache_never_crosses_adapters(base, loras, tmp_path):
 
 def test_slots_go_to_the_least_recently_used_and_are_held_meanwhile(base, loras):
     _, folder = base
-    alone = {i: ask(with_loras(folder, loras[i - 1]), {"x": (ids(9, i), greedy(6), 1)})["x"] for i in (1, 2, 3, 4)}
+    alone = {
+        i: ask(with_loras(folder, loras[i - 1]), {"x": (ids(9, i), greedy(6), 1)})["x"]
+        for i in (1, 2, 3, 4)
+    }
     core = with_loras(folder, *loras, max_loras=2)
     assert [adapter.slot for adapter in core.part(AdapterStore)] == [-1, -1, 0, 1]
     core.submit(Submit("held", ids(9, 4), greedy(6), adapter=4))
@@ -210,7 +266,9 @@ def test_slots_go_to_the_least_recently_used_and_are_held_meanwhile(base, loras)
     assert core.part(AdapterStore).get(4).slot == 1
     while core.has_work:
         take(core, answers)
-    assert {i: answers[f"r{i}"].tokens for i in (1, 2, 3)} == {i: alone[i].tokens for i in (1, 2, 3)}
+    assert {i: answers[f"r{i}"].tokens for i in (1, 2, 3)} == {
+        i: alone[i].tokens for i in (1, 2, 3)
+    }
     assert answers["held"].tokens == answers["again"].tokens == alone[4].tokens
     assert sum(adapter.slot >= 0 for adapter in core.part(AdapterStore)) == 2
     assert not any(adapter.num_users for adapter in core.part(AdapterStore))
@@ -237,14 +295,23 @@ def test_an_unloaded_adapter_stays_until_its_requests_are_done(base, loras):
 
 
 def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
-    """Once no request has it; also if it is in no slot. The same content under another name holds by itself."""
+    """Once no request has it; also if it is in no slot. The same content under another name holds
+    by itself."""
     _, folder = base
     core = with_loras(folder, loras[0], loras[0], max_loras=1)
     held, prompt = core.scheduler.kv.held, ids(40, 1)
     held_by = {"base": 0, "first": 1, "second": 2, "session": 1, "key": 1}
     for name, adapter in [*held_by.items(), ("key", 2)]:
         num_tokens, is_pinned = (32, True) if name != "session" else (0, False)
-        core.submit(Submit(name, prompt, greedy(2), adapter=adapter, prefix_leases=[Hold(name, num_tokens, 600.0, is_pinned)]))
+        core.submit(
+            Submit(
+                name,
+                prompt,
+                greedy(2),
+                adapter=adapter,
+                prefix_leases=[Hold(name, num_tokens, 600.0, is_pinned)],
+            )
+        )
         while core.has_work:
             core.step()
     assert {*held_by} == {name for name in held_by if name in held}
@@ -252,7 +319,9 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
 
     def ended() -> dict[str, str]:
         core.scheduler.table.check_integrity()
-        return {one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)}
+        return {
+            one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)
+        }
 
     core.submit(Submit("x", prompt, greedy(12), adapter=1, prefix_leases=[Hold("late", 0, 600.0)]))
     while not core.part(AdapterStore).get(1).num_users:
@@ -262,7 +331,11 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
     happened = []
     while core.has_work:
         happened += core.step()[0].events
-    assert {one.name for one in happened if isinstance(one, events.HoldEnded)} == {"first", "session", "late"}
+    assert {one.name for one in happened if isinstance(one, events.HoldEnded)} == {
+        "first",
+        "session",
+        "late",
+    }
     assert [name for name in held_by if name in held] == ["base", "second", "key"]
     assert held.num_pinned == 2 * (32 // core.config.page_size)
     core.submit(Submit("y", prompt, greedy(2), adapter=2))
@@ -339,16 +412,40 @@ def test_without_memory_for_adapters_there_are_none(base, loras):
 
 def fused_model(kind: str, folder: Path) -> torch.nn.Module:
     """An adapter of a family whose files hold q, k and v in one matrix."""
-    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Phi3Config,
+        Phi3ForCausalLM,
+    )
 
     torch.manual_seed(0)
     if kind == "phi3":
-        config = Phi3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2)
+        config = Phi3Config(
+            **SHAPE,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            initializer_range=0.2,
+        )
         made = Phi3ForCausalLM(config)
     elif kind == "gpt2":
-        made = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2))
+        made = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=128,
+                n_embd=64,
+                n_layer=2,
+                n_head=4,
+                n_positions=256,
+                initializer_range=0.2,
+            )
+        )
     else:
-        made = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.2))
+        made = BloomForCausalLM(
+            BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.2)
+        )
     made.eval().save_pretrained(folder)
     return made
 
@@ -368,7 +465,13 @@ def test_fused_and_transposed_matrices_are_adapted(tmp_path, kind):
     whole = type(base).from_pretrained(merged(base, path, tmp_path / "merged")).eval()
     prompt = ids(25, 2)
     with torch.inference_mode():
-        expected = whole.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = whole.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=10,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     core = with_loras(tmp_path / "base", path)
     answers = ask(core, {"x": (prompt, greedy(10), 1), "plain": (prompt, greedy(10), 0)})
     assert answers["x"].tokens == expected[0, 25:].tolist()
@@ -381,12 +484,17 @@ def test_experts_and_routers_are_refused_by_name(tmp_path):
     sizes = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     base = MixtralForCausalLM(MixtralConfig(**sizes))
     base.save_pretrained(tmp_path / "base")
-    core = with_loras(tmp_path / "base", make_lora(tmp_path / "attention", base, 1, targets=("q_proj", "v_proj")))
+    core = with_loras(
+        tmp_path / "base", make_lora(tmp_path / "attention", base, 1, targets=("q_proj", "v_proj"))
+    )
     layer = "base_model.model.model.layers.0.block_sparse_moe."
     for module, what in (("experts.0.w1", "adapts an expert"), ("gate", "adapts a router")):
         path = make_lora(tmp_path / module, base, 1, targets=("q_proj",))
         tensors = load_file(path / "adapter_model.safetensors")
-        tensors |= {f"{layer}{module}.lora_A.weight": torch.zeros(8, 64), f"{layer}{module}.lora_B.weight": torch.zeros(4, 8)}
+        tensors |= {
+            f"{layer}{module}.lora_A.weight": torch.zeros(8, 64),
+            f"{layer}{module}.lora_B.weight": torch.zeros(4, 8),
+        }
         save_file(tensors, path / "adapter_model.safetensors")
         with pytest.raises(AdapterError, match=what):
             core.part(AdapterStore).load_now(2, "b", str(path))

@@ -35,7 +35,9 @@ def test_a_prompt_has_the_adapter_it_names(tiny_folder, paths):
     assert llm.generate("xyz", params)[0].outputs[0].token_ids == tokens[2]
     assert "".join(llm.stream("xyz", params, lora="a")) == outputs[0].text
     messages = [{"role": "user", "content": "x"}]
-    assert llm.chat(messages, params, lora="a")[0].text == "".join(llm.stream_chat(messages, params, lora="a"))
+    assert llm.chat(messages, params, lora="a")[0].text == "".join(
+        llm.stream_chat(messages, params, lora="a")
+    )
     llm.unload_lora("b")
     with pytest.raises(InvalidRequest, match="There is no adapter 'b'"):
         llm.generate("xyz", params, lora="b")
@@ -48,7 +50,18 @@ def test_a_prompt_has_the_adapter_it_names(tiny_folder, paths):
     with pytest.raises(AdapterError, match="ranks are 1 to 4 here"):
         LLM(str(tiny_folder), progress=False, loras={"a": paths[0]}, max_lora_rank=4)
     on_interrupt = signal.getsignal(signal.SIGINT)
-    command = ["generate", "--model", str(tiny_folder), "--lora", f"a={paths[0]}", "-n", "8", "-t", "0", "xyz"]
+    command = [
+        "generate",
+        "--model",
+        str(tiny_folder),
+        "--lora",
+        f"a={paths[0]}",
+        "-n",
+        "8",
+        "-t",
+        "0",
+        "xyz",
+    ]
     answer = CliRunner().invoke(app, command, catch_exceptions=False)
     signal.signal(signal.SIGINT, on_interrupt)
     assert answer.exit_code == 0

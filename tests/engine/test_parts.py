@@ -109,7 +109,9 @@ def test_a_moment_that_no_part_implements_is_bound_to_none(tiny_folder):
     core = make_core(load_model(tiny_folder))
     assert {type(part) for part in core.parts} <= set(PARTS)
     assert type(core.part(StructuredOutput)) is StructuredOutput
-    assert core.parts_but(StructuredOutput) == [part for part in core.parts if type(part) is not StructuredOutput]
+    assert core.parts_but(StructuredOutput) == [
+        part for part in core.parts if type(part) is not StructuredOutput
+    ]
 
 
 def test_memory_is_freed_with_the_core(tiny_folder):

@@ -1,4 +1,5 @@
-"""A grammar applies to what follows the reasoning. The model's weights are random; a bias makes the reasoning end somewhere."""
+"""A grammar applies to what follows the reasoning. The model's weights are random; a bias makes the
+reasoning end somewhere."""
 
 import json
 import re
@@ -14,8 +15,13 @@ from tidemill.types.sampling import Grammar, Reasoning, SamplingParams
 from tidemill.types.wire import Resumed, Submit
 
 OPEN, CLOSED = Reasoning("<think>", "</think>", True), Reasoning("<think>", "</think>", False)
-TIDE = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 2, "maxItems": 2}))
-ANSWERS = {json.dumps([a, b], separators=(", ", ": ")) for a in ("ebb", "flow") for b in ("ebb", "flow")}
+TIDE = Grammar(
+    "json_schema",
+    json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 2, "maxItems": 2}),
+)
+ANSWERS = {
+    json.dumps([a, b], separators=(", ", ": ")) for a in ("ebb", "flow") for b in ("ebb", "flow")
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +62,15 @@ def parts(tokenizer, tokens):
     return thought, answer.removesuffix("</s>")
 
 
-def test_samples_chunks_cache_and_preemption_change_nothing(model, thinking_folder, tokenizer, backend):
+def test_samples_chunks_cache_and_preemption_change_nothing(
+    model, thinking_folder, tokenizer, backend
+):
     def answers(asks, **options):
-        return run(structured_core(model, thinking_folder, backend, **options), asks, eos=tokenizer.eos_token_ids)
+        return run(
+            structured_core(model, thinking_folder, backend, **options),
+            asks,
+            eos=tokenizer.eos_token_ids,
+        )
 
     mine = ask(tokenizer, n=3)
     alone = answers({"x": mine})
@@ -70,13 +82,25 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, thinking_fold
         assert answer.finish_reason == "stop"
     assert len(thoughts) > 1
     assert max(map(len, thoughts)) > 3
-    crowd = {f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(6)}
-    crowded = answers(crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=220, token_budget=64)
-    assert {name: crowded[name].tokens for name in alone} == {name: answer.tokens for name, answer in alone.items()}
+    crowd = {
+        f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
+        for i in range(6)
+    }
+    crowded = answers(
+        crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=220, token_budget=64
+    )
+    assert {name: crowded[name].tokens for name in alone} == {
+        name: answer.tokens for name, answer in alone.items()
+    }
 
 
-@pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
-def test_another_engine_goes_on_anywhere(model, thinking_folder, tokenizer, backend, reasoning, biases):
+@pytest.mark.parametrize(
+    ("reasoning", "biases"),
+    [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})],
+)
+def test_another_engine_goes_on_anywhere(
+    model, thinking_folder, tokenizer, backend, reasoning, biases
+):
     """Here and there in the reasoning, everywhere at its end and in the answer."""
     core = structured_core(model, thinking_folder, backend)
     how = ask(tokenizer, reasoning, logit_bias=bias_of(tokenizer, biases))
@@ -85,7 +109,9 @@ def test_another_engine_goes_on_anywhere(model, thinking_folder, tokenizer, back
     (mark,) = tokenizer.encode("</think>", add_special=False)
     end = whole.index(mark)
     for num in sorted({*range(1, end, 6), *range(max(end - 1, 1), len(whole))}):
-        core.submit(Submit("y", *how, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
+        core.submit(
+            Submit("y", *how, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])])
+        )
         rest = []
         while core.has_work:
             output, failed = core.step()
@@ -96,7 +122,9 @@ def test_another_engine_goes_on_anywhere(model, thinking_folder, tokenizer, back
 
 def test_reasoning_that_fills_max_tokens(model, thinking_folder, tokenizer, backend):
     core = structured_core(model, thinking_folder, backend)
-    answer = run(core, {"x": ask(tokenizer, bias=-100.0, max_tokens=40)}, eos=tokenizer.eos_token_ids)["x"]
+    answer = run(
+        core, {"x": ask(tokenizer, bias=-100.0, max_tokens=40)}, eos=tokenizer.eos_token_ids
+    )["x"]
     assert (len(answer.tokens), answer.finish_reason) == (40, "length")
     assert "ebb" not in tokenizer.decode(answer.tokens)
     assert not core.part(StructuredOutput)
@@ -112,9 +140,13 @@ def test_reasoning_is_not_ended_by_the_end_of_the_text(model, thinking_folder, t
 
 
 def test_the_output_may_open_the_reasoning_or_not(model, thinking_folder, tokenizer, backend):
-    """A template that leaves it to the model: the first token is <think>, or what the grammar allows."""
+    """A template that leaves it to the model: the first token is <think>, or what the grammar
+    allows."""
     core = structured_core(model, thinking_folder, backend)
-    for biases, thought in (({"[": 100.0}, ""), ({"<think>": 20.0, "</think>": 50.0}, "<think></think>")):
+    for biases, thought in (
+        ({"[": 100.0}, ""),
+        ({"<think>": 20.0, "</think>": 50.0}, "<think></think>"),
+    ):
         how = ask(tokenizer, CLOSED, logit_bias=bias_of(tokenizer, biases))
         text = tokenizer.decode(run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens)
         assert text.startswith(thought)
@@ -147,7 +179,9 @@ def test_marks_of_several_tokens(byte_folder, backend):
     grammars = Grammars.of(backend, tokenizer, 320)
 
     def matcher(choices, reasoning=CLOSED):
-        return AfterReasoning(grammars.matcher(Grammar("choice", json.dumps(choices))), reasoning, tokenizer, 320)
+        return AfterReasoning(
+            grammars.matcher(Grammar("choice", json.dumps(choices))), reasoning, tokenizer, 320
+        )
 
     made = matcher(["yes", "<no>"])
     assert allowed(made, tokenizer) == {"y", "<"}
@@ -162,7 +196,9 @@ def test_marks_of_several_tokens(byte_folder, backend):
     assert allowed(made, tokenizer) == {"i"}
     follow(made, tokenizer, "ink>hm</thi</think")
     (end,) = tokenizer.eos_token_ids
-    assert np.unpackbits(made.mask().view(np.uint8), bitorder="little")[:320].tolist() == [token != end for token in range(320)]
+    assert np.unpackbits(made.mask().view(np.uint8), bitorder="little")[:320].tolist() == [
+        token != end for token in range(320)
+    ]
     assert not made.is_over
     follow(made, tokenizer, ">")
     assert allowed(made, tokenizer) == {"y", "<"}
@@ -193,17 +229,29 @@ def test_a_budget_ends_the_reasoning(model, thinking_folder, tokenizer, backend)
     core = structured_core(model, thinking_folder, backend)
     (mark,) = tokenizer.encode("</think>", add_special=False)
     for budget in (0, 5):
-        free = ask(tokenizer, Reasoning("<think>", "</think>", True, budget), bias=-100.0, max_tokens=20, grammar=None)
+        free = ask(
+            tokenizer,
+            Reasoning("<think>", "</think>", True, budget),
+            bias=-100.0,
+            max_tokens=20,
+            grammar=None,
+        )
         tied = ask(tokenizer, Reasoning("<think>", "</think>", True, budget), bias=-100.0)
         made = run(core, {"free": free, "tied": tied}, eos=tokenizer.eos_token_ids)
         whole = made["free"].tokens
         assert whole.index(mark) == made["tied"].tokens.index(mark) == budget
         assert len(whole) == 20
         assert re.sub(", *", ", ", parts(tokenizer, made["tied"].tokens)[1]) in ANSWERS
-        plain = run(core, {"p": ask(tokenizer, None, bias=-100.0, max_tokens=20, grammar=None)}, eos=tokenizer.eos_token_ids)
+        plain = run(
+            core,
+            {"p": ask(tokenizer, None, bias=-100.0, max_tokens=20, grammar=None)},
+            eos=tokenizer.eos_token_ids,
+        )
         assert plain["p"].tokens[:budget] == whole[:budget]  # up to there nothing is changed
         for num in (1, 4, 5, 6, 9):
-            core.submit(Submit("y", *free, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
+            core.submit(
+                Submit("y", *free, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])])
+            )
             rest = []
             while core.has_work:
                 rest += [token for delta in core.step()[0].deltas for token in delta.token_ids]

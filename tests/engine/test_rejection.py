@@ -1,4 +1,5 @@
-"""Rejection acceptance in the engine: sampled output has the distribution of the model, whoever guesses."""
+"""Rejection acceptance in the engine: sampled output has the distribution of the model, whoever
+guesses."""
 
 import re
 from collections import Counter
@@ -11,7 +12,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core
+from tests.helpers import (
+    Guesser,
+    greedy,
+    guess_with,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    structured_core,
+)
 from tests.runner.test_sampler import check
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.parts.drafting import Drafting
@@ -65,7 +75,15 @@ class Always(Guesser):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("rejection")
-    make_llama(path, seed=5, vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, initializer_range=0.15)
+    make_llama(
+        path,
+        seed=5,
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        initializer_range=0.15,
+    )
     return path
 
 
@@ -101,7 +119,12 @@ def distribution(reference) -> dict[tuple[int, ...], float]:
     """Of all outputs, by Transformers."""
     probs = {(): 1.0}
     for _ in range(SAMPLED.max_tokens):
-        nexts = adjusted(reference, [PROMPT + list(output) for output in probs]).double().softmax(-1).tolist()
+        nexts = (
+            adjusted(reference, [PROMPT + list(output) for output in probs])
+            .double()
+            .softmax(-1)
+            .tolist()
+        )
         probs = {
             (*output, token): prob * row[token]
             for (output, prob), row in zip(probs.items(), nexts, strict=True)
@@ -118,11 +141,14 @@ def outputs(core, num: int) -> Counter:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["guesses", "drawn", "no speculation"])
 def test_whole_outputs_have_the_distribution_of_the_model(reference, model, kind):
-    """Four tokens each: one without a draft, two with one, and one after them, in any mixture of right and wrong."""
+    """Four tokens each: one without a draft, two with one, and one after them, in any mixture of
+    right and wrong."""
     if kind == "no speculation":
         core = make_core(model, speculate="off")
     else:
-        core = guess_with(make_core(model, acceptance="rejection"), bigrams() if kind == "drawn" else Always())
+        core = guess_with(
+            make_core(model, acceptance="rejection"), bigrams() if kind == "drawn" else Always()
+        )
     probs = distribution(reference)
     counts = outputs(core, 4000)
     numbers = {output: i for i, output in enumerate(probs)}
@@ -134,7 +160,9 @@ def test_whole_outputs_have_the_distribution_of_the_model(reference, model, kind
 def test_the_same_drafts_give_the_same_tokens(model, num_others):
     """Whoever is in the batch, for sampled requests; greedy ones have the tokens of no speculation."""
     options = {"acceptance": "rejection"}
-    long = SamplingParams(temperature=0.9, top_k=9, seed=5, max_tokens=20, logprobs=2, repetition_penalty=1.2)
+    long = SamplingParams(
+        temperature=0.9, top_k=9, seed=5, max_tokens=20, logprobs=2, repetition_penalty=1.2
+    )
     requests = {"sampled": (PROMPT, long), "greedy": (PROMPT, greedy(20, logprobs=2))}
     plain = run(make_core(model, speculate="off"), requests)
     core = guess_with(make_core(model, **options), drafter := bigrams())
@@ -148,16 +176,23 @@ def test_the_same_drafts_give_the_same_tokens(model, num_others):
 
 
 @pytest.mark.parametrize(("is_given", "is_always_right"), [(True, True), (False, False)])
-def test_a_drafter_that_is_the_model_itself_is_always_right(reference, model, is_given, is_always_right):
+def test_a_drafter_that_is_the_model_itself_is_always_right(
+    reference, model, is_given, is_always_right
+):
     """If it says what it drew from; else its drafts are guesses."""
-    core = guess_with(make_core(model, acceptance="rejection"), SamplingDrafter(lambda ids: adjusted(reference, [ids])[0]))
+    core = guess_with(
+        make_core(model, acceptance="rejection"),
+        SamplingDrafter(lambda ids: adjusted(reference, [ids])[0]),
+    )
     if not is_given:
         core.part(Drafting).probs = lambda plan: {}
     core.submit(Submit("x", PROMPT, replace(SAMPLED, max_tokens=25)))
     verified = []
     while core.has_work:
         made = core.step()[0].events
-        verified += [each for event in made if isinstance(event, events.DraftsVerified) for each in event.of]
+        verified += [
+            each for event in made if isinstance(event, events.DraftsVerified) for each in event.of
+        ]
     assert len(verified) >= 4
     assert all(num_right == num for _, num, num_right in verified) is is_always_right
 
@@ -169,10 +204,15 @@ def test_grammars_hold(tiny_folder):
     params = SamplingParams(temperature=1.0, max_tokens=60, grammar=grammar)
     answers = [f"the {one} turns {two}" for one in ("tide", "mill") for two in ("left", "right")]
     guess = Guesser({tuple(PROMPT): tokenizer.encode(answers[0])}, 0.9)
-    core = guess_with(structured_core(model, tiny_folder, "llguidance", acceptance="rejection"), guess)
+    core = guess_with(
+        structured_core(model, tiny_folder, "llguidance", acceptance="rejection"), guess
+    )
     requests = {str(i): (PROMPT, replace(params, seed=i)) for i in range(12)}
     found = run(core, requests, tokenizer.eos_token_ids)
-    texts = [tokenizer.decode([id for id in one.tokens if id not in tokenizer.eos_token_ids]) for one in found.values()]
+    texts = [
+        tokenizer.decode([id for id in one.tokens if id not in tokenizer.eos_token_ids])
+        for one in found.values()
+    ]
     assert set(texts) <= set(answers)
     assert len(set(texts)) > 1
 
@@ -180,7 +220,9 @@ def test_grammars_hold(tiny_folder):
 def test_a_grammar_that_fails_fails_alone(tiny_folder, monkeypatch):
     """Its drafts are in the plan by then."""
     model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
-    params = SamplingParams(temperature=0.0, max_tokens=8, grammar=Grammar("regex", "the mill turns"))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, grammar=Grammar("regex", "the mill turns")
+    )
     core = structured_core(model, tiny_folder, "llguidance", acceptance="rejection")
     guess_with(core, Guesser({tuple(PROMPT): tokenizer.encode("the mill turns")}, 1.0))
     core.submit(Submit("x", PROMPT, params))
@@ -189,14 +231,23 @@ def test_a_grammar_that_fails_fails_alone(tiny_folder, monkeypatch):
 
     def fail_beside_drafts(plan):
         made, broken = masks(plan)
-        return made, broken | {item.seq: InvalidRequest("no") for item in plan.items if item.num_drafts and item.seq == 0}
+        return made, broken | {
+            item.seq: InvalidRequest("no")
+            for item in plan.items
+            if item.num_drafts and item.seq == 0
+        }
 
     monkeypatch.setattr(core.part(StructuredOutput), "masks", fail_beside_drafts)
     failed, tokens = [], []
     while core.has_work:
         output, refused = core.step()
         failed += [each.request_id for each in refused]
-        tokens += [token for delta in output.deltas if delta.request_id == "other" for token in delta.token_ids]
+        tokens += [
+            token
+            for delta in output.deltas
+            if delta.request_id == "other"
+            for token in delta.token_ids
+        ]
     assert failed == ["x"]
     assert len(tokens) == 8
 
@@ -204,9 +255,18 @@ def test_a_grammar_that_fails_fails_alone(tiny_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"acceptance": "typical"}, "acceptance 'typical' is not known. Choose one of exact, rejection."),
-        ({"acceptance": "rejection", "device": "cpu", "speculate": "off"}, "no tokens are guessed. Use --acceptance exact"),
-        ({"acceptance": "rejection", "device": "cuda"}, "for the CPU only. Use --acceptance exact."),
+        (
+            {"acceptance": "typical"},
+            "acceptance 'typical' is not known. Choose one of exact, rejection.",
+        ),
+        (
+            {"acceptance": "rejection", "device": "cpu", "speculate": "off"},
+            "no tokens are guessed. Use --acceptance exact",
+        ),
+        (
+            {"acceptance": "rejection", "device": "cuda"},
+            "for the CPU only. Use --acceptance exact.",
+        ),
     ],
 )
 def test_mistakes(model, options, message):

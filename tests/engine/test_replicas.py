@@ -1,4 +1,5 @@
-"""Several engines that serve one model: the same tokens as one, wherever a request runs and whichever engine dies."""
+"""Several engines that serve one model: the same tokens as one, wherever a request runs and
+whichever engine dies."""
 
 from __future__ import annotations
 
@@ -33,14 +34,24 @@ from tidemill.types.wire import Delta, Pages
 
 
 def test_page_maps_are_joined():
-    kinds = [array("H", [CACHED, FIRST_OWNER, SHARED]), array("H", [FIRST_OWNER + 1, 0, FIRST_OWNER])]
+    kinds = [
+        array("H", [CACHED, FIRST_OWNER, SHARED]),
+        array("H", [FIRST_OWNER + 1, 0, FIRST_OWNER]),
+    ]
     parts = [
         Pages([("a", 1)], kinds[0].tobytes(), 0.1, [("host", 1, 10)]),
         Pages([("b", 1), ("c", 1)], kinds[1].tobytes(), 0.2, [("host", 2, 10)]),
     ]
     whole = joined(parts)
     assert whole.owners == [("a", 1), ("b", 1), ("c", 1)]
-    assert list(array("H", whole.kinds)) == [CACHED, FIRST_OWNER, SHARED, FIRST_OWNER + 2, 0, FIRST_OWNER + 1]
+    assert list(array("H", whole.kinds)) == [
+        CACHED,
+        FIRST_OWNER,
+        SHARED,
+        FIRST_OWNER + 2,
+        0,
+        FIRST_OWNER + 1,
+    ]
     assert (whole.tiers, whole.took_s) == ([("host", 3, 20)], 0.2)
 
 
@@ -60,7 +71,10 @@ def test_metrics_and_explanations_tell_replicas_apart():
     assert 'tidemill_kv_pages_free{replica="1"} 20.0' in text
     assert metrics.totals()["requests_submitted"] == 2
     assert metrics.totals()["kv_pages_free"] == 30
-    assert [(story.request_id, story.body()["replica"]) for story in explainer.under_way()] == [("/a/0", 0), ("/b/0", 1)]
+    assert [(story.request_id, story.body()["replica"]) for story in explainer.under_way()] == [
+        ("/a/0", 0),
+        ("/b/0", 1),
+    ]
 
 
 def test_a_request_with_which_engine_after_engine_is_lost_ends(monkeypatch):
@@ -100,7 +114,10 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
     prompts = [tuple(range(2 + number, 80 + number)) for number in range(12)]
 
     async def outputs(client, length):
-        going = [collect(client, f"{length}-{i}", length, n=2, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+        going = [
+            collect(client, f"{length}-{i}", length, n=2, prompt=prompt, seed=i)
+            for i, prompt in enumerate(prompts)
+        ]
         return await asyncio.gather(*going)
 
     async def whole():
@@ -110,28 +127,49 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
             options = EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2)
             await alone.start(options)
             await replicas.start(options)
-            same = [dataclasses.replace(client.ready.config, reasons={}) for client in replicas.clients]
+            same = [
+                dataclasses.replace(client.ready.config, reasons={}) for client in replicas.clients
+            ]
             assert same[0] == same[1]
             expected = [await outputs(alone, length) for length in (20, 150)]
             assert await outputs(replicas, 20) == expected[0]
             assert {event.replica for event in seen if isinstance(event, Admitted)} == {0, 1}
-            went = {event.request_id: event.replica for event in seen if isinstance(event, Admitted)}
+            went = {
+                event.request_id: event.replica for event in seen if isinstance(event, Admitted)
+            }
             for number, prompt in enumerate(prompts):  # what continues a prompt finds its prefix
                 await collect(replicas, f"next-{number}", 2, prompt=(*prompt, 5, 6, 7))
-                hit = next(one for one in seen if isinstance(one, Admitted) and one.request_id == f"next-{number}")
+                hit = next(
+                    one
+                    for one in seen
+                    if isinstance(one, Admitted) and one.request_id == f"next-{number}"
+                )
                 assert (hit.replica, hit.num_cached) == (went[f"20-{number}:0"], 64)
             going = asyncio.create_task(outputs(replicas, 150))
             await until_async(lambda: all(client.num_pending for client in replicas.clients))
             await until_async(
-                lambda: any(route.outputs[0] for route in replicas.routes.values() if route.client is replicas.clients[1])
+                lambda: any(
+                    route.outputs[0]
+                    for route in replicas.routes.values()
+                    if route.client is replicas.clients[1]
+                )
             )
-            moved = {name for name, route in replicas.routes.items() if route.client is replicas.clients[1]}
+            moved = {
+                name
+                for name, route in replicas.routes.items()
+                if route.client is replicas.clients[1]
+            }
             os.kill(replicas.clients[1].link.pid, signal.SIGKILL)
             assert await asyncio.wait_for(going, LONG_S) == expected[1]
             assert any(
-                isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen
+                isinstance(one, Finished)
+                and one.request_id.partition(":")[0] in moved
+                and one.replica == 0
+                for one in seen
             )
-            await until_async(lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen))
+            await until_async(
+                lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen)
+            )
             assert await outputs(replicas, 20) == expected[0]
             assert not replicas.num_pending
             assert replicas.num_restarts == 1
@@ -157,7 +195,11 @@ class FailingLink(CoreLink):
         return await super().start(*given, **more)
 
 
-@pytest.mark.parametrize("how", [{"data_parallel": 2}, {"prefill_engines": 1, "decode_engines": 1}], ids=["alike", "roles"])
+@pytest.mark.parametrize(
+    "how",
+    [{"data_parallel": 2}, {"prefill_engines": 1, "decode_engines": 1}],
+    ids=["alike", "roles"],
+)
 def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, monkeypatch, how):
     monkeypatch.setattr(FailingLink, "fails", False)
     monkeypatch.setattr(replicas_module, "EngineLink", FailingLink)
@@ -166,20 +208,34 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
     options = EngineOptions(model=str(tiny_folder), threads=1, **how)
     routing = routing_of(options)
     metrics, seen = MetricsOfReplicas(2, routing.names), []
-    labels = [f'replica="{at}"' + (f',role="{role}"' if role else "") for at, role in enumerate(routing.names or ("", ""))]
+    labels = [
+        f'replica="{at}"' + (f',role="{role}"' if role else "")
+        for at, role in enumerate(routing.names or ("", ""))
+    ]
 
     def value(name, at):
-        return float(metrics.render().decode().partition(f"tidemill_{name}{{{labels[at]}}} ")[2].split()[0])
+        return float(
+            metrics.render().decode().partition(f"tidemill_{name}{{{labels[at]}}} ")[2].split()[0]
+        )
 
     async def whole():
-        replicas = Replicas(2, lambda batch: (metrics.take(batch), seen.extend(batch)), routing=routing)
-        service = SimpleNamespace(model_name="m", aliases=(), live=SimpleNamespace(), client=replicas, state="loaded")
+        replicas = Replicas(
+            2, lambda batch: (metrics.take(batch), seen.extend(batch)), routing=routing
+        )
+        service = SimpleNamespace(
+            model_name="m", aliases=(), live=SimpleNamespace(), client=replicas, state="loaded"
+        )
         models, prompts = Models([service]), [tuple(range(2 + at, 60 + at)) for at in range(4)]
-        names = [f"{at} ({role})" if role else str(at) for at, role in enumerate(routing.names or ("", ""))]
+        names = [
+            f"{at} ({role})" if role else str(at)
+            for at, role in enumerate(routing.names or ("", ""))
+        ]
         numbers = count()
 
         async def outputs():
-            return await asyncio.gather(*(collect(replicas, f"r{next(numbers)}", 8, prompt=one, seed=1) for one in prompts))
+            return await asyncio.gather(
+                *(collect(replicas, f"r{next(numbers)}", 8, prompt=one, seed=1) for one in prompts)
+            )
 
         try:
             await replicas.start(options)
@@ -190,8 +246,13 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
             lost.link.kill()
             await until_async(lambda: lost.death)
             tried = FailingLink.num_tried
-            await until_async(lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS)
-            assert models.health() == {"status": "degraded", "engines": {names[0]: "running", names[1]: "down"}}
+            await until_async(
+                lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS
+            )
+            assert models.health() == {
+                "status": "degraded",
+                "engines": {names[0]: "running", names[1]: "down"},
+            }
             assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (0, 1)
             assert not replicas.gave_up.is_set()
             assert await outputs() == expected
@@ -200,7 +261,11 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
             assert models.health()["status"] == "ok"
             assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (1, 1)
             seen.clear()
-            fresh = [collect(replicas, f"f{at}", 8, prompt=[at, *range(90 - at, 40, -1)]) for at in range(2, 8)]  # cached nowhere
+            # cached nowhere
+            fresh = [
+                collect(replicas, f"f{at}", 8, prompt=[at, *range(90 - at, 40, -1)])
+                for at in range(2, 8)
+            ]
             await asyncio.gather(*fresh)
             assert {event.replica for event in seen if isinstance(event, Admitted)} == {0, 1}
             FailingLink.fails = True
@@ -222,7 +287,12 @@ def test_a_replica_that_cannot_start_ends_the_others(tiny_folder, monkeypatch):
     async def whole():
         replicas = Replicas(2)
         options_of = replicas._options
-        broken = lambda options, number: options_of(options, number) if not number else EngineOptions(model="/nowhere.gguf")  # noqa: E731
+
+        def broken(options, number):
+            return (
+                options_of(options, number) if not number else EngineOptions(model="/nowhere.gguf")
+            )
+
         monkeypatch.setattr(replicas, "_options", broken)
         with pytest.raises(TidemillError):
             await replicas.start(EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2))

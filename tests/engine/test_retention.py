@@ -1,4 +1,5 @@
-"""Tokens and logprobs do not depend on what is pinned or retained, nor on whether requests are preempted."""
+"""Tokens and logprobs do not depend on what is pinned or retained, nor on whether requests are
+preempted."""
 
 import pytest
 
@@ -20,14 +21,24 @@ def model(tiny_folder):
 
 
 def small(model, num_pages=16, clock=None, **options):
-    config = engine_config(model, kv_memory_bytes=num_pages * PAGE_BYTES, max_context=192, speculate="off", **options)
+    config = engine_config(
+        model, kv_memory_bytes=num_pages * PAGE_BYTES, max_context=192, speculate="off", **options
+    )
     return core_of(model, config, clock)
 
 
 def ask(core, name, prompt, prefix_leases=(), params=None, tenant=""):
     """Its answer, bit for bit."""
     answer = Answer()
-    core.submit(Submit(name, prompt, params or greedy(5, logprobs=2), prefix_leases=list(prefix_leases), tenant=tenant))
+    core.submit(
+        Submit(
+            name,
+            prompt,
+            params or greedy(5, logprobs=2),
+            prefix_leases=list(prefix_leases),
+            tenant=tenant,
+        )
+    )
     while core.has_work:
         take(core, {name: answer})
     core.scheduler.table.check_integrity()
@@ -35,12 +46,21 @@ def ask(core, name, prompt, prefix_leases=(), params=None, tenant=""):
 
 
 def flood(core, num=6):
-    run(core, {f"flood {i}": ([(31 * i + 7 * j) % 300 + 4 for j in range(90)], greedy(2)) for i in range(num)})
+    run(
+        core,
+        {
+            f"flood {i}": ([(31 * i + 7 * j) % 300 + 4 for j in range(90)], greedy(2))
+            for i in range(num)
+        },
+    )
 
 
 @pytest.mark.parametrize(("is_pinned", "index"), [(True, "hash"), (False, "radix")])
 def test_a_held_prefix_gives_the_same_bits(model, is_pinned, index):
-    plain = [ask(small(model, prefix_caching=False), "a", [*PREFIX, 5, 6]), ask(small(model), "b", [*PREFIX, 9])]
+    plain = [
+        ask(small(model, prefix_caching=False), "a", [*PREFIX, 5, 6]),
+        ask(small(model), "b", [*PREFIX, 9]),
+    ]
     core = small(model, prefix_index=index)
     made = ask(core, "make", PREFIX, [Hold("h", len(PREFIX), 60.0, is_pinned)], greedy(1))
     assert made.last.num_held == 48
@@ -56,7 +76,13 @@ def test_a_held_prefix_gives_the_same_bits(model, is_pinned, index):
 
 
 def test_without_eviction_the_same_tokens_come_and_none_is_preempted(model):
-    prompts = {f"r{i}": ([(13 * i + j) % 300 + 4 for j in range(60)], SamplingParams(seed=i, max_tokens=40)) for i in range(3)}
+    prompts = {
+        f"r{i}": (
+            [(13 * i + j) % 300 + 4 for j in range(60)],
+            SamplingParams(seed=i, max_tokens=40),
+        )
+        for i in range(3)
+    }
     alone = {name: run(small(model), {name: prompts[name]})[name].tokens for name in prompts}
     for evict in (True, False):
         core = small(model, evict=evict)
@@ -83,7 +109,12 @@ def test_a_dynamic_batch_starts_by_itself(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_window_ms": 5}, {"policy": "dynamic", "batch_window_ms": -1}, {"max_pinned": 1.5}, {"session_retention_s": -1.0}],
+    [
+        {"batch_window_ms": 5},
+        {"policy": "dynamic", "batch_window_ms": -1},
+        {"max_pinned": 1.5},
+        {"session_retention_s": -1.0},
+    ],
 )
 def test_options_that_cannot_be(model, options):
     with pytest.raises(ConfigError):

@@ -13,12 +13,15 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vectors")
     make_llama(folder, seed=5)
     checkpoint = open_checkpoint(folder)
-    return VectorLlama.load(checkpoint, VectorLlama.read_config(checkpoint), WeightPlan(SCHEMES["float32"]))
+    return VectorLlama.load(
+        checkpoint, VectorLlama.read_config(checkpoint), WeightPlan(SCHEMES["float32"])
+    )
 
 
 @pytest.mark.parametrize("index", ["hash", "radix"])
 def test_prompts_that_part_within_a_picture_share_no_page_after_where_it_begins(model, index):
-    """The tree knows the prompt up to the middle of the picture, which is pages after the one in which it begins."""
+    """The tree knows the prompt up to the middle of the picture, which is pages after the one in
+    which it begins."""
     prompt, segments, contents = with_vectors(range(10, 90), [(20, 24)], model.config.hidden_size)
     other = [*prompt[:40], 4, *prompt[41:]]
     params = greedy(12, logprobs=2)

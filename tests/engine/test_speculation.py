@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core, take
+from tests.helpers import (
+    Answer,
+    Guesser,
+    greedy,
+    guess_with,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    structured_core,
+    take,
+)
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sched.drafts import StepTimes, allot
 from tidemill.types import events
@@ -34,7 +45,10 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def plain(model) -> dict[str, Answer]:
-    return {name: run(make_core(model, speculate="off"), {"x": (PROMPT, params)})["x"] for name, params in PARAMS.items()}
+    return {
+        name: run(make_core(model, speculate="off"), {"x": (PROMPT, params)})["x"]
+        for name, params in PARAMS.items()
+    }
 
 
 @pytest.mark.parametrize("kind", PARAMS)
@@ -62,17 +76,25 @@ def test_right_drafts_save_steps(model, plain, kind):
     assert all(num_right == num for event in verified[:-1] for _, num, num_right in event.of)
 
 
-@pytest.mark.parametrize("options", [{"token_budget": 7, "max_requests": 3}, {"page_size": 1}, {"kv_memory_bytes": 2**17}])
+@pytest.mark.parametrize(
+    "options",
+    [{"token_budget": 7, "max_requests": 3}, {"page_size": 1}, {"kv_memory_bytes": 2**17}],
+)
 def test_among_others_in_chunks_and_small_memory(model, plain, options):
     drafter = Guesser({tuple(PROMPT): plain["seeded"].tokens}, 0.7)
-    requests = {"x": (PROMPT, PARAMS["seeded"]), "n": (PROMPT[:30], SamplingParams(n=4, seed=3, max_tokens=12))}
+    requests = {
+        "x": (PROMPT, PARAMS["seeded"]),
+        "n": (PROMPT[:30], SamplingParams(n=4, seed=3, max_tokens=12)),
+    }
     requests |= {f"o{i}": (PROMPT[i : i + 9], list(PARAMS.values())[i % 3]) for i in range(5)}
     expected = run(make_core(model, speculate="off", **options), requests)
     assert run(guess_with(make_core(model, **options), drafter), requests) == expected
 
 
 def test_preempted_while_drafts_are_verified(model, plain):
-    core = guess_with(make_core(model, token_budget=64), Guesser({tuple(PROMPT): plain["seeded"].tokens}, 0.7))
+    core = guess_with(
+        make_core(model, token_budget=64), Guesser({tuple(PROMPT): plain["seeded"].tokens}, 0.7)
+    )
     core.submit(Submit("x", PROMPT, PARAMS["seeded"]))
     answers, num_steps = {"x": Answer()}, 0
     while core.has_work:
@@ -109,7 +131,11 @@ def test_drafts_that_are_never_right_are_given_up(model):
     core.submit(Submit("x", PROMPT, greedy(170)))
     drafted = []
     while core.has_work:
-        drafted += [event.num_drafts for event in core.step()[0].events if isinstance(event, events.StepPlanned)]
+        drafted += [
+            event.num_drafts
+            for event in core.step()[0].events
+            if isinstance(event, events.StepPlanned)
+        ]
     assert 170 // 5 < drafter.num_asked < 170 // 3
     assert sum(drafted[20:]) == 0
 
@@ -138,10 +164,18 @@ def test_a_right_guess_ends_the_rest_of_a_drafter(model):
 def test_grammars_follow_the_drafts(tiny_folder, backend, chance):
     """Also where a draft goes on after the end of the document."""
     model, eos = load_model(tiny_folder), Tokenizer.load(tiny_folder).eos_token_ids
-    grammar = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"},"b":{"enum":["left","right"]}}}')
+    grammar = Grammar(
+        "json_schema",
+        '{"type":"object","properties":{"a":{"type":"boolean"},"b":{"enum":["left","right"]}}}',
+    )
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=60, grammar=grammar, logprobs=1)
-    expected = run(structured_core(model, tiny_folder, backend, speculate="off"), {"x": (PROMPT, params)}, eos)["x"]
-    core = guess_with(structured_core(model, tiny_folder, backend), Guesser({tuple(PROMPT): expected.tokens}, chance))
+    expected = run(
+        structured_core(model, tiny_folder, backend, speculate="off"), {"x": (PROMPT, params)}, eos
+    )["x"]
+    core = guess_with(
+        structured_core(model, tiny_folder, backend),
+        Guesser({tuple(PROMPT): expected.tokens}, chance),
+    )
     assert run(core, {"x": (PROMPT, params)}, eos)["x"] == expected
     assert expected.finish_reason == "stop"
 
@@ -149,11 +183,15 @@ def test_grammars_follow_the_drafts(tiny_folder, backend, chance):
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_what_a_grammar_forces_is_guessed(tiny_folder, backend):
     model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
-    grammar = Grammar("regex", "the (tide|mill) turns the great old wheel of the mill again and again")
+    grammar = Grammar(
+        "regex", "the (tide|mill) turns the great old wheel of the mill again and again"
+    )
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=80, grammar=grammar)
     options = {"adaptive_drafts": False, "max_drafts": 4}
     expected = run(
-        structured_core(model, tiny_folder, backend, speculate="off"), {"x": (PROMPT, params)}, tokenizer.eos_token_ids
+        structured_core(model, tiny_folder, backend, speculate="off"),
+        {"x": (PROMPT, params)},
+        tokenizer.eos_token_ids,
     )
     core = structured_core(model, tiny_folder, backend, speculate="forced", **options)
     core.submit(Submit("x", PROMPT, params, list(tokenizer.eos_token_ids)))
@@ -162,7 +200,9 @@ def test_what_a_grammar_forces_is_guessed(tiny_folder, backend):
         output, _ = core.step()
         for delta in output.deltas:
             answers["x"].tokens += delta.token_ids
-        verified += [event.of[0] for event in output.events if isinstance(event, events.DraftsVerified)]
+        verified += [
+            event.of[0] for event in output.events if isinstance(event, events.DraftsVerified)
+        ]
     assert answers["x"].tokens == expected["x"].tokens
     assert verified
     assert {len(one) for one in verified} == {3}
@@ -177,7 +217,10 @@ def test_a_drafter_that_fails_hurts_nobody(model, plain, capfd):
             raise MemoryError
 
     drafter = Broken()
-    assert run(guess_with(make_core(model), drafter), {"x": (PROMPT, PARAMS["greedy"])})["x"] == plain["greedy"]
+    assert (
+        run(guess_with(make_core(model), drafter), {"x": (PROMPT, PARAMS["greedy"])})["x"]
+        == plain["greedy"]
+    )
     assert drafter.num_asked == 3
     assert "MemoryError" in capfd.readouterr().err
 
@@ -198,7 +241,8 @@ def test_as_requests_end_each_number_of_them_need_not_be_measured():
 
 
 def test_drafts_that_beat_the_fastest_step_there_can_be_need_no_measurement():
-    """Half as many requests take at least half as long without drafts, and as long as fewer of them."""
+    """Half as many requests take at least half as long without drafts, and as long as fewer of
+    them."""
     times = StepTimes(0.005)
     assert times.least(32) == 0.0
     for _ in range(4):
@@ -213,7 +257,8 @@ def test_drafts_that_beat_the_fastest_step_there_can_be_need_no_measurement():
 
 @pytest.mark.parametrize("rate", [0.4, 0.8, 0.97])
 def test_all_numbers_of_drafts_are_compared(rate):
-    """Those that count as one number of tokens by the largest of them: the best is as good as by looking at each."""
+    """Those that count as one number of tokens by the largest of them: the best is as good as by
+    looking at each."""
     times = StepTimes(0.005)
     for num in (8, 16, 32, 64, 128, 256, 512):
         for _ in range(4):
@@ -222,6 +267,11 @@ def test_all_numbers_of_drafts_are_compared(rate):
     for num in (8, 20, 64):
         most = dict.fromkeys(range(num), 8)
         given, right = allot(dict.fromkeys(most, rate), most, num, 440, times)
-        chances = sorted((rate ** (i + 1) for i in range(8) for _ in range(num) if rate ** (i + 1) > 0.02), reverse=True)[:440]
-        speeds = [(num + sum(chances[:k])) / times.of(num + k, True) for k in range(1, len(chances) + 1)]
+        chances = sorted(
+            (rate ** (i + 1) for i in range(8) for _ in range(num) if rate ** (i + 1) > 0.02),
+            reverse=True,
+        )[:440]
+        speeds = [
+            (num + sum(chances[:k])) / times.of(num + k, True) for k in range(1, len(chances) + 1)
+        ]
         assert (num + right) / times.of(num + sum(given.values()), True) >= 0.97 * max(speeds)

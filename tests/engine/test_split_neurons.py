@@ -1,4 +1,5 @@
-"""Hot neurons on one device, cold ones on another, both of which are the CPU: sums, invariance, and what is refused."""
+"""Hot neurons on one device, cold ones on another, both of which are the CPU: sums, invariance, and
+what is refused."""
 
 import ctypes
 from dataclasses import replace
@@ -31,7 +32,12 @@ PROMPT = [(37 * i) % 120 for i in range(50)]
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     reference = make_llama(
-        vocab_size=128, num_hidden_layers=3, hidden_size=64, hidden_act=request.param, mlp_bias=True, intermediate_size=NUM
+        vocab_size=128,
+        num_hidden_layers=3,
+        hidden_size=64,
+        hidden_act=request.param,
+        mlp_bias=True,
+        intermediate_size=NUM,
     )
     for layer in reference.model.layers:
         layer.mlp.gate_proj.bias.data -= torch.linspace(0.0, 2.0, NUM)
@@ -46,7 +52,9 @@ def split_core(folder, num_hot=64, gates_on_gpu=True, **options):
 
 
 @pytest.mark.parametrize("gates_on_gpu", [True, False])
-def test_both_parts_are_the_whole_up_to_rounding_and_a_row_does_not_depend_on_others(folder, gates_on_gpu):
+def test_both_parts_are_the_whole_up_to_rounding_and_a_row_does_not_depend_on_others(
+    folder, gates_on_gpu
+):
     torch.manual_seed(0)
     core, streaming = split_core(folder, gates_on_gpu=gates_on_gpu)
     assert core.runner.fallback == ""  # it is recorded
@@ -80,7 +88,9 @@ def test_what_a_stream_of_a_gpu_calls_gives_the_same_bits(dtype, gate_is_given):
     torch.manual_seed(1)
     up, gate, down = (torch.randn(shape).to(dtype) for shape in ((51, 37), (51, 37), (45, 51)))
     biases = torch.randn(51), torch.randn(51) - 4
-    neurons = GivenNeurons(up, down, "relu", biases[0], None if gate_is_given else (gate, biases[1]))
+    neurons = GivenNeurons(
+        up, down, "relu", biases[0], None if gate_is_given else (gate, biases[1])
+    )
     x = torch.randn(9, 37)
     gates = (x @ gate.float().t() + biases[1]) if gate_is_given else neurons.gate(x)
     expected = neurons(x, gates)
@@ -92,8 +102,15 @@ def test_what_a_stream_of_a_gpu_calls_gives_the_same_bits(dtype, gate_is_given):
     for rows, num_live in ((range(9), 9), (range(9), 4), (range(4, 9), 7), (range(9, 12), 9)):
         mine = x[rows.start : rows.stop].contiguous()
         num = len(rows)
-        given, room, out = torch.zeros(num * (37 + 51) + 1), torch.zeros(num, 51), torch.full((num, 45), 7.0)
-        parts = [torch.cat([part, part.new_zeros(num - len(part), part.shape[1])]).flatten() for part in (mine,)]
+        given, room, out = (
+            torch.zeros(num * (37 + 51) + 1),
+            torch.zeros(num, 51),
+            torch.full((num, 45), 7.0),
+        )
+        parts = [
+            torch.cat([part, part.new_zeros(num - len(part), part.shape[1])]).flatten()
+            for part in (mine,)
+        ]
         if gate_is_given:
             own = gates[rows.start : rows.stop]
             parts.append(torch.cat([own, own.new_zeros(num - len(own), 51)]).flatten())
@@ -113,10 +130,21 @@ def decide(path, num_kept, machine_kernels="some", device="cuda", scheme="dense"
     checkpoint = open_checkpoint(path)
     shape = model_class(checkpoint).read_config(checkpoint)
     here = replace(machine.detect(), available_bytes=2**36, kernels=machine_kernels)
-    total, matrices = shape.weight_bytes("bfloat16", True), 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_layers
+    total, matrices = (
+        shape.weight_bytes("bfloat16", True),
+        2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_layers,
+    )
     budget = total - matrices + 2 * num_kept
-    options = EngineOptions(**{"device": device, "weight_memory_bytes": budget, "hot_neurons": "often"} | given)
-    setup = {"options": options, "model": shape, "machine": here, "device": device, "scheme": scheme}
+    options = EngineOptions(
+        **{"device": device, "weight_memory_bytes": budget, "hot_neurons": "often"} | given
+    )
+    setup = {
+        "options": options,
+        "model": shape,
+        "machine": here,
+        "device": device,
+        "scheme": scheme,
+    }
     check_setup(Setup(**setup, dtype="", kv_dtype="bfloat16"))
     held, why = decide_weight_memory(options, "cuda", total, shape, here)
     hot, why_hot = decide_hot_neurons(options, total, held, shape)

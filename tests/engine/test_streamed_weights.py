@@ -1,4 +1,5 @@
-"""Models larger than the memory that weights may take: layers and experts come from disk, and tokens stay the same."""
+"""Models larger than the memory that weights may take: layers and experts come from disk, and
+tokens stay the same."""
 
 import errno
 import fcntl
@@ -38,17 +39,29 @@ from tidemill.weights.prepared import Folder, PreparedCorrupt, PreparedFile
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
 
 
-SHAPE = {"num_hidden_layers": 7, "vocab_size": 128, "intermediate_size": 160, "attention_bias": True}
+SHAPE = {
+    "num_hidden_layers": 7,
+    "vocab_size": 128,
+    "intermediate_size": 160,
+    "attention_bias": True,
+}
 
 
 def core_of(path: Path, budget: int | None = None, **options):
-    given = {"kv_memory_bytes": 2**22, "threads": 2, "weight_cache": f"{path.parent}/cache"} | options
+    given = {
+        "kv_memory_bytes": 2**22,
+        "threads": 2,
+        "weight_cache": f"{path.parent}/cache",
+    } | options
     return load_core(EngineOptions(model=str(path), weight_memory_bytes=budget, **given))
 
 
 def answers(core):
     asked = {
-        str(i): ([3 + i, 5, 7, 9] * (1 + 6 * i), SamplingParams(max_tokens=6, temperature=i % 2, seed=4, logprobs=2))
+        str(i): (
+            [3 + i, 5, 7, 9] * (1 + 6 * i),
+            SamplingParams(max_tokens=6, temperature=i % 2, seed=4, logprobs=2),
+        )
         for i in range(4)
     }
     return run(core, asked)
@@ -77,7 +90,9 @@ def quantized(path: Path) -> Path:
 
 def with_experts(family: str, kind: gguf.GGMLQuantizationType | None, **more):
     def write(path: Path) -> Path:
-        return write_moe(path / "moe.gguf", make(family, **IN_GGUF.get(family, {}), **more), family, kind)
+        return write_moe(
+            path / "moe.gguf", make(family, **IN_GGUF.get(family, {}), **more), family, kind
+        )
 
     return write
 
@@ -91,7 +106,10 @@ MODELS = {
     "quantized layers": quantized,
     "experts, gate and up as one": fused_experts,
     "quantized experts and a shared one": with_experts(
-        "Qwen2Moe", gguf.GGMLQuantizationType.Q8_0, moe_intermediate_size=32, shared_expert_intermediate_size=64
+        "Qwen2Moe",
+        gguf.GGMLQuantizationType.Q8_0,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
     ),
 }
 
@@ -113,24 +131,49 @@ def test_half_the_memory_gives_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_default_model_in_less_memory_than_it_has_bytes(smollm2_path, smollm2_reference, tmp_path):
-    """In float32, by processes of their own: the first writes the file, the second streams, the last holds all weights."""
+def test_the_default_model_in_less_memory_than_it_has_bytes(
+    smollm2_path, smollm2_reference, tmp_path
+):
+    """In float32, by processes of their own: the first writes the file, the second streams, the
+    last holds all weights."""
     asked, runs = asked_of(smollm2_path), []
-    given = {"model": str(smollm2_path), "dtype": "float32", "threads": 1, "max_context": 256, "max_requests": 50}
+    given = {
+        "model": str(smollm2_path),
+        "dtype": "float32",
+        "threads": 1,
+        "max_context": 256,
+        "max_requests": 50,
+    }
     given |= {"kv_memory_bytes": 2**28, "weight_cache": str(tmp_path / "cache")}
-    for budget, prompts in ((200_000_000, dict(list(asked.items())[:1])), (200_000_000, asked), (None, asked)):
+    for budget, prompts in (
+        (200_000_000, dict(list(asked.items())[:1])),
+        (200_000_000, asked),
+        (None, asked),
+    ):
         options = given | {"weight_memory_bytes": budget}
-        command = [sys.executable, "-m", "tests.engine.streamed_process", json.dumps(options), json.dumps(prompts)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.engine.streamed_process",
+            json.dumps(options),
+            json.dumps(prompts),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         runs.append(SimpleNamespace(**json.loads(done.stdout.splitlines()[-1])))
     first, streamed, whole = runs
-    print(f"weights of {whole.weights / 1e6:.0f} MB; memory grew by {[round(one.grown / 1e6) for one in runs]} MB")
+    print(
+        f"weights of {whole.weights / 1e6:.0f} MB; memory grew by {[round(one.grown / 1e6) for one in runs]} MB"
+    )
     assert first.streamed == streamed.streamed > 0 == whole.streamed
     assert max(first.grown, streamed.grown) < whole.weights < whole.grown
     assert streamed.tokens == whole.tokens
     reference, _ = smollm2_reference
-    answers_agree(reference, asked, {text: SimpleNamespace(tokens=tokens) for text, tokens in streamed.tokens.items()})
+    answers_agree(
+        reference,
+        asked,
+        {text: SimpleNamespace(tokens=tokens) for text, tokens in streamed.tokens.items()},
+    )
 
 
 def test_adapters_of_streamed_layers(dense, tmp_path):
@@ -138,7 +181,14 @@ def test_adapters_of_streamed_layers(dense, tmp_path):
     given = {"loras": (f"a={adapter}",), "max_lora_rank": 8}
     found = []
     for core in (core_of(dense, **given), core_of(dense, 450_000, **given), core_of(dense)):
-        core.submit(Submit("a", [3, 4, 5], SamplingParams(max_tokens=8, temperature=0.0), adapter=0 if found[1:] else 1))
+        core.submit(
+            Submit(
+                "a",
+                [3, 4, 5],
+                SamplingParams(max_tokens=8, temperature=0.0),
+                adapter=0 if found[1:] else 1,
+            )
+        )
         tokens: list[int] = []
         while core.has_work:
             output, failed = core.step()
@@ -204,7 +254,10 @@ def relu(request, tmp_path_factory):
 
 
 def test_a_llama_with_relu_is_the_model_of_transformers(tmp_path):
-    reference, prompt = make_llama(tmp_path, hidden_act="relu", num_hidden_layers=2), list(range(2, 60))
+    reference, prompt = (
+        make_llama(tmp_path, hidden_act="relu", num_hidden_layers=2),
+        list(range(2, 60)),
+    )
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     assert (prompt_logits(load_model(tmp_path), prompt) - expected).abs().max() < 1e-3
@@ -225,7 +278,8 @@ def test_neurons_that_are_zero_are_neither_read_nor_computed(relu):
         asked, read = figures.num_asked, figures.num_read
         assert answers(core) == expected
         num_steps, num_neurons = 12, 4 * 204
-        assert streaming.stream.figures.num_asked - asked < 0.7 * num_steps * num_neurons  # a prompt of many tokens needs most
+        # a prompt of many tokens needs most
+        assert streaming.stream.figures.num_asked - asked < 0.7 * num_steps * num_neurons
         run(core, {"b": ([7, 8], SamplingParams(max_tokens=8, temperature=0.0))})
         figures = streaming.stream.figures
         assert figures.num_read - read < figures.num_asked - asked  # others were in memory
@@ -240,7 +294,9 @@ def test_experts_that_are_used_often_stay(tmp_path):
     assert num_slots < num_experts
     for turn in range(6):  # all experts, each in its turn: most of those in slots stay there
         before = stream.figures.num_read
-        run(core, {"a": ([(31 * i + turn) % 250 for i in range(120)], SamplingParams(max_tokens=1))})
+        run(
+            core, {"a": ([(31 * i + turn) % 250 for i in range(120)], SamplingParams(max_tokens=1))}
+        )
     assert 0 < stream.figures.num_read - before <= num_experts - num_slots // 2
     for turn in range(20):  # always the same token: its experts come to stay
         before = stream.figures.num_missed
@@ -404,7 +460,8 @@ def test_what_is_no_file_of_this_user_is_refused_and_stays(kind, folder, monkeyp
         folder.open("k")
     assert error.value.param == "weight_cache"
     assert os.path.lexists(path)
-    folder.write("new", 2**20).discard()  # which neither waits for a pipe nor removes what is another's
+    # which neither waits for a pipe nor removes what is another's
+    folder.write("new", 2**20).discard()
     assert os.path.lexists(path)
 
 
@@ -420,7 +477,10 @@ def test_errors_of_the_system_remove_nothing(folder, monkeypatch, tmp_path):
             folder.open("k")
     assert folder.open("k") is not None
     (tmp_path / "file").touch()
-    for call in (lambda: Folder(tmp_path / "file", 2**23).open("k"), lambda: Folder(tmp_path / "file", 2**23).write("k", 1)):
+    for call in (
+        lambda: Folder(tmp_path / "file", 2**23).open("k"),
+        lambda: Folder(tmp_path / "file", 2**23).write("k", 1),
+    ):
         with pytest.raises(ConfigError, match="Choose another folder"):
             call()
 

@@ -46,7 +46,9 @@ def ask(grammar, seed=0, **more):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(core, tokenizer, temperature):
+def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(
+    core, tokenizer, temperature
+):
     """Where there is a choice, min_tokens decides: no output ends while it may go on."""
     grammars = {
         "": Grammar("regex", ""), "ab": Grammar("regex", "ab"), "a?": Grammar("regex", "a?"),
@@ -55,14 +57,32 @@ def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(co
     }  # fmt: skip
     bias = {tokenizer.eos_token_ids[0]: 100.0}  # it would end at once
     how = {"temperature": temperature, "min_tokens": 30, "logit_bias": bias, "max_tokens": 100}
-    answers = run(core, {name: ask(one, **how) for name, one in grammars.items()}, eos=tuple(tokenizer.eos_token_ids))
+    answers = run(
+        core,
+        {name: ask(one, **how) for name, one in grammars.items()},
+        eos=tuple(tokenizer.eos_token_ids),
+    )
     texts = {name: tokenizer.decode(answer.tokens) for name, answer in answers.items()}
-    assert {name: texts.pop(name) for name in ("", "ab", "a?", "rule")} == {"": "", "ab": "ab", "a?": "a", "rule": "p"}
+    assert {name: texts.pop(name) for name in ("", "ab", "a?", "rule")} == {
+        "": "",
+        "ab": "ab",
+        "a?": "a",
+        "rule": "p",
+    }
     assert texts["x|xyz"] == "xyz"
     assert re.fullmatch("[ab]{3}", texts["[ab]{0,3}"])
     assert {answer.finish_reason for answer in answers.values()} == {"stop"}
-    stop = {"regex": ask(Grammar("regex", "aab"), stop_token_ids=tuple(tokenizer.encode("a", add_special=False)), **how)}
-    assert tokenizer.decode(run(core, stop, eos=tuple(tokenizer.eos_token_ids))["regex"].tokens) == "aab"
+    stop = {
+        "regex": ask(
+            Grammar("regex", "aab"),
+            stop_token_ids=tuple(tokenizer.encode("a", add_special=False)),
+            **how,
+        )
+    }
+    assert (
+        tokenizer.decode(run(core, stop, eos=tuple(tokenizer.eos_token_ids))["regex"].tokens)
+        == "aab"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -79,8 +99,14 @@ def test_every_kind_of_grammar(core, tokenizer, temperature):
             additionalProperties=False,
         ),
     }
-    requests = {name: ask(grammar, seed, temperature=temperature) for seed, (name, grammar) in enumerate(asks.items())}
-    requests["free"] = ([1, 2, 3], SamplingParams(max_tokens=20, temperature=temperature, seed=9, ignore_eos=True))
+    requests = {
+        name: ask(grammar, seed, temperature=temperature)
+        for seed, (name, grammar) in enumerate(asks.items())
+    }
+    requests["free"] = (
+        [1, 2, 3],
+        SamplingParams(max_tokens=20, temperature=temperature, seed=9, ignore_eos=True),
+    )
     answers = run(core, requests, eos=tokenizer.eos_token_ids)
     texts = {name: tokenizer.decode(answer.tokens) for name, answer in answers.items()}
     assert texts["choice"] in ("tide", "mill", "water wheel")
@@ -94,7 +120,11 @@ def test_every_kind_of_grammar(core, tokenizer, temperature):
     assert alone.tokens == answers["free"].tokens  # grammars of others do not touch it
 
 
-TAG = {"begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"enum": [7, 8]}}, "end": "</f>"}
+TAG = {
+    "begin": "<f=g>",
+    "content": {"type": "json_schema", "json_schema": {"enum": [7, 8]}},
+    "end": "</f>",
+}
 
 
 @pytest.mark.parametrize(
@@ -103,22 +133,44 @@ TAG = {"begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"enu
         ({"format": {"type": "const_string", "value": "ebb"}}, ["ebb"], ["ebc"]),
         ({"format": TAG | {"type": "tag"}}, ["<f=g>7</f>"], ["x", "<f=g>9"]),
         (
-            {"structures": [{"begin": "<f=g>", "schema": {"enum": [7, 8]}, "end": "</f>"}], "triggers": ["<f="]},
+            {
+                "structures": [{"begin": "<f=g>", "schema": {"enum": [7, 8]}, "end": "</f>"}],
+                "triggers": ["<f="],
+            },
             ["a <f=g>7</f> b <f=g>8</f>", "free"],
             ["a <f=h", "<f=g>9", "a <f=g>7</f> b <f=g>x"],
         ),
         (
-            {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-c]/"}, TAG | {"type": "tag"}]}},
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [{"type": "regex", "pattern": "[a-c]/"}, TAG | {"type": "tag"}],
+                }
+            },
             ["b/<f=g>8</f>"],
             ["d", "b<"],
         ),
         (
-            {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ", ", "at_least_one": True}},
+            {
+                "format": {
+                    "type": "tags_with_separator",
+                    "tags": [TAG],
+                    "separator": ", ",
+                    "at_least_one": True,
+                }
+            },
             ["<f=g>7</f>, <f=g>8</f>"],
             ["<f=g>7</f>,<"],
         ),
         (
-            {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+            {
+                "format": {
+                    "type": "tag",
+                    "begin": "<t>",
+                    "content": {"type": "any_text"},
+                    "end": "</t>",
+                }
+            },
             ["<t>a<b</t>"],
             ["<t>a</t>b"],
         ),
@@ -127,7 +179,9 @@ TAG = {"begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"enu
 def test_structural_tags(tokenizer, tag, texts, wrong):
     grammars = Grammars.of("llguidance", tokenizer, 320)
     for text in [*texts, *wrong]:
-        matcher = grammars.matcher(Grammar("structural_tag", json.dumps({"type": "structural_tag"} | tag)))
+        matcher = grammars.matcher(
+            Grammar("structural_tag", json.dumps({"type": "structural_tag"} | tag))
+        )
         *ids, last = tokenizer.encode(text, add_special=False)
         for token in ids:
             assert matcher.mask()[token // 32] >> (token % 32) & 1, text
@@ -151,7 +205,9 @@ def test_structural_tags_that_are_wrong(tokenizer, tag, backend):
 def test_choices_of_any_characters_and_more_tokens_than_words(tokenizer, backend):
     """The model may have more tokens than the tokenizer has words, and not a multiple of 32."""
     for text in ("Flüt", "😀", 'a\n"b\\c', "\t"):
-        matcher = Grammars.of(backend, tokenizer, 331).matcher(Grammar("choice", json.dumps([text, "zz"])))
+        matcher = Grammars.of(backend, tokenizer, 331).matcher(
+            Grammar("choice", json.dumps([text, "zz"]))
+        )
         for token in tokenizer.encode(text, add_special=False):
             assert not matcher.is_over
             assert matcher.mask()[token // 32] >> (token % 32) & 1
@@ -165,15 +221,23 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
 
     def answers(asks, **options):
         core = structured_core(model, tiny_folder, backend, **options)
-        return {name: answer.tokens for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()}
+        return {
+            name: answer.tokens
+            for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()
+        }
 
     mine = ask(grammar, 5, n=3, logprobs=1, max_tokens=60)
     alone = answers({"x": mine})
     assert len(set(map(tuple, alone.values()))) > 1
     for tokens in alone.values():
         assert len(json.loads(tokenizer.decode(tokens))) == 3
-    crowd = {f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(6)}
-    crowded = answers(crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=128, token_budget=64)
+    crowd = {
+        f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
+        for i in range(6)
+    }
+    crowded = answers(
+        crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=128, token_budget=64
+    )
     assert {name: crowded[name] for name in alone} == alone
 
 
@@ -187,7 +251,13 @@ def test_an_end_beyond_the_models_tokens_is_not_one(tokenizer, backend, monkeypa
 
 def test_a_dead_end_is_not_a_complete_output(core, tokenizer, backend):
     """xgrammar writes a line break as it is, which JSON does not allow; llguidance escapes it."""
-    core.submit(Submit("x", *ask(schema(type="string", pattern="^a\nb$"), temperature=0), list(tokenizer.eos_token_ids)))
+    core.submit(
+        Submit(
+            "x",
+            *ask(schema(type="string", pattern="^a\nb$"), temperature=0),
+            list(tokenizer.eos_token_ids),
+        )
+    )
     tokens, seen = [], []
     while core.has_work:
         output, failed = core.step()
@@ -201,9 +271,13 @@ def test_a_dead_end_is_not_a_complete_output(core, tokenizer, backend):
 
 def test_another_engine_goes_on_in_the_middle(core, tokenizer):
     fields = {"a": {"type": "boolean"}, "b": {"type": "null"}}
-    grammar = schema(type="object", properties=fields, required=["a", "b"], additionalProperties=False)
+    grammar = schema(
+        type="object", properties=fields, required=["a", "b"], additionalProperties=False
+    )
     whole = run(core, {"x": ask(grammar, 3)}, eos=tokenizer.eos_token_ids)["x"].tokens
-    request = Submit("y", *ask(grammar, 3), list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:5])])
+    request = Submit(
+        "y", *ask(grammar, 3), list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:5])]
+    )
     core.submit(request)
     rest = []
     while core.has_work:
@@ -223,7 +297,10 @@ def test_another_engine_goes_on_in_the_middle(core, tokenizer):
         (Grammar("grammar", "start: nothing_like_this"), "cannot be (used|read).*[a-z]{4}"),
         (Grammar("choice", "[]"), "cannot be"),
         (Grammar("grammar", "root ::= root"), "cannot be"),
-        (Grammar("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'), "cannot be"),
+        (
+            Grammar("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+            "cannot be",
+        ),
         (Grammar("regex", "a{4294967298}"), "cannot be"),
         (Grammar("json_schema", json.dumps({"enum": ["x" * 1000] * 1000})), f"at most {MAX_CHARS}"),
         (Grammar("json_schema", '{"items":' * 100 + "{}" + "}" * 100), "64 deep"),
@@ -248,16 +325,28 @@ def test_bad_expressions_cost_no_time(tokenizer):
 def random_schema(draw, depth=0):
     """Of the kinds that people write."""
     kind = draw.choice(
-        ["object", "array", "string", "integer", "number", "boolean", "enum", "null", "anyOf"][: 9 if depth < 3 else 6]
+        ["object", "array", "string", "integer", "number", "boolean", "enum", "null", "anyOf"][
+            : 9 if depth < 3 else 6
+        ]
     )
     if depth < 3 and kind == "object":
         names = [f"k{i}" for i in range(draw.randrange(4))]
         fields = {name: random_schema(draw, depth + 1) for name in names}
         required = [name for name in names if draw.random() < 0.7]
-        return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": fields,
+            "required": required,
+            "additionalProperties": False,
+        }
     if depth < 3 and kind == "array":
         low = draw.randrange(3)
-        return {"type": "array", "items": random_schema(draw, depth + 1), "minItems": low, "maxItems": low + draw.randrange(3)}
+        return {
+            "type": "array",
+            "items": random_schema(draw, depth + 1),
+            "minItems": low,
+            "maxItems": low + draw.randrange(3),
+        }
     if kind == "anyOf":
         return {"anyOf": [random_schema(draw, depth + 1) for _ in range(2)]}
     if kind == "enum":
@@ -265,7 +354,10 @@ def random_schema(draw, depth=0):
     if kind == "string":
         low = draw.randrange(4)
         return draw.choice(
-            [{"type": "string", "minLength": low, "maxLength": low + 5}, {"type": "string", "pattern": "^[a-c]{2}x?$"}]
+            [
+                {"type": "string", "minLength": low, "maxLength": low + 5},
+                {"type": "string", "pattern": "^[a-c]{2}x?$"},
+            ]
         )
     if kind in ("integer", "number"):
         low = draw.randrange(-50, 50)
@@ -277,7 +369,8 @@ def check_random_schemas(core, tokenizer, num, first=0):
     draw = random.Random(first)
     schemas = {f"s{i}": random_schema(draw) for i in range(num)}
     asks = {
-        name: ask(Grammar("json_schema", json.dumps(one)), i, max_tokens=400) for i, (name, one) in enumerate(schemas.items())
+        name: ask(Grammar("json_schema", json.dumps(one)), i, max_tokens=400)
+        for i, (name, one) in enumerate(schemas.items())
     }
     answers = run(core, asks, eos=tokenizer.eos_token_ids)
     for name, one in schemas.items():
@@ -301,4 +394,5 @@ def test_the_time_of_masks_is_an_event(core, tokenizer):
     while core.has_work:
         seen += [event for event in core.step()[0].events if isinstance(event, MasksMade)]
     assert len(seen) > 1
-    assert all(event.num_masks >= 1 and event.duration_s >= 0 for event in seen)  # more where drafts are verified
+    # more where drafts are verified
+    assert all(event.num_masks >= 1 and event.duration_s >= 0 for event in seen)

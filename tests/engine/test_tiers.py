@@ -1,4 +1,5 @@
-"""Host memory and disk behind the KV cache: a request's tokens and logprobs are those of an engine without them, bit for bit."""
+"""Host memory and disk behind the KV cache: a request's tokens and logprobs are those of an engine
+without them, bit for bit."""
 
 import os
 import random
@@ -14,7 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
+from tests.helpers import (
+    KINDS_OF_CACHE,
+    LONG_S,
+    Answer,
+    engine_config,
+    greedy,
+    load_model,
+    make_llama,
+    model_with_cache,
+    run,
+)
 from tidemill.engine import kv_tiers
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
@@ -43,7 +54,9 @@ def model(request, tmp_path_factory):
     return model_with_cache(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def make_core(model, pages: int = PAGES, slots: int = 0, folder=None, quota: int = 2**24, **options) -> EngineCore:
+def make_core(
+    model, pages: int = PAGES, slots: int = 0, folder=None, quota: int = 2**24, **options
+) -> EngineCore:
     """A pool so small that each prompt evicts those before it."""
     page_bytes = engine_config(model, max_context=256).page_bytes
     if slots:
@@ -75,8 +88,11 @@ def settle(core: EngineCore) -> None:
         core.step()
 
 
-def one_by_one(core: EngineCore, names=PROMPTS) -> tuple[dict[str, Answer], dict[str, events.Admitted], list[events.Event]]:
-    """Answers, what each started from, and all that was decided. Each begins when the pages of the one before are moved."""
+def one_by_one(
+    core: EngineCore, names=PROMPTS
+) -> tuple[dict[str, Answer], dict[str, events.Admitted], list[events.Event]]:
+    """Answers, what each started from, and all that was decided. Each begins when the pages of the
+    one before are moved."""
     answers, happened = {}, core.take_events()
     take = core.step
     for name in names:
@@ -84,7 +100,11 @@ def one_by_one(core: EngineCore, names=PROMPTS) -> tuple[dict[str, Answer], dict
         answers |= run(core, {name: PROMPTS[name]})
         settle(core)
     core.step = take
-    return answers, {one.request_id: one for one in happened if isinstance(one, events.Admitted)}, happened
+    return (
+        answers,
+        {one.request_id: one for one in happened if isinstance(one, events.Admitted)},
+        happened,
+    )
 
 
 def kinds(happened, kind):
@@ -96,11 +116,21 @@ def test_a_prefix_comes_back_from_host_memory(model, expected):
     assert one_by_one(core)[0] == expected
     answers, started, happened = one_by_one(core)
     assert answers == expected
-    assert all(one.num_host >= 96 and one.num_host <= one.num_cached for one in list(started.values())[:-1])
+    assert all(
+        one.num_host >= 96 and one.num_host <= one.num_cached for one in list(started.values())[:-1]
+    )
     assert "from host memory" in started["p0"].reason
     loaded = [one for one in kinds(happened, events.PagesMoved) if one.is_load]
-    assert sum(one.num_bytes for one in loaded) == core.config.page_bytes * sum(one.num_pages for one in loaded) > 0
-    assert len(kinds(happened, events.PagesLoading)) == len(kinds(happened, events.PagesLoaded)) >= len(PROMPTS) - 1
+    assert (
+        sum(one.num_bytes for one in loaded)
+        == core.config.page_bytes * sum(one.num_pages for one in loaded)
+        > 0
+    )
+    assert (
+        len(kinds(happened, events.PagesLoading))
+        == len(kinds(happened, events.PagesLoaded))
+        >= len(PROMPTS) - 1
+    )
     core.close()
 
 
@@ -191,7 +221,8 @@ def test_a_corrupt_file_is_not_used(llama, llama_expected, tmp_path, damage):
     assert answers == llama_expected
     if damage == "page":
         assert kinds(happened, events.MovesFailed)
-        assert all(one.num_cached == 0 for one in started.values())  # when they were started for good
+        # when they were started for good
+        assert all(one.num_cached == 0 for one in started.values())
     else:
         assert kinds(happened, events.TierNotUsed)
         assert all(one.num_disk <= 5 * 16 for one in started.values())
@@ -230,7 +261,9 @@ def test_a_full_disk_is_an_event(llama, llama_expected, tmp_path):
     core.close()
 
 
-def test_two_models_go_on_without_a_disk_that_is_full_when_they_start(llama, llama_expected, tmp_path, caplog):
+def test_two_models_go_on_without_a_disk_that_is_full_when_they_start(
+    llama, llama_expected, tmp_path, caplog
+):
     with largest_file(0):
         cores = [make_core(llama, slots=8, folder=tmp_path, max_requests=num) for num in (4, 8)]
         cores.append(core_of(llama, cores[0].config, None, None, b"other weights"))
@@ -247,10 +280,16 @@ def test_two_models_go_on_without_a_disk_that_is_full_when_they_start(llama, lla
     core.close()
 
 
-@pytest.mark.parametrize("part", ["instruction set", "build of kernels", "instruction set of torch"])
-def test_pages_of_a_machine_with_other_arithmetic_are_not_used(llama, llama_expected, tmp_path, monkeypatch, part):
+@pytest.mark.parametrize(
+    "part", ["instruction set", "build of kernels", "instruction set of torch"]
+)
+def test_pages_of_a_machine_with_other_arithmetic_are_not_used(
+    llama, llama_expected, tmp_path, monkeypatch, part
+):
     filled(llama, tmp_path)
-    monkeypatch.setattr(kv_tiers, "arithmetic", lambda device: machine.arithmetic(device) | {part: "another"})
+    monkeypatch.setattr(
+        kv_tiers, "arithmetic", lambda device: machine.arithmetic(device) | {part: "another"}
+    )
     core = make_core(llama, slots=40, folder=tmp_path)
     answers, started, _ = one_by_one(core)
     assert answers == llama_expected
@@ -263,7 +302,9 @@ def test_the_kernels_that_are_loaded_tell_machines_apart(monkeypatch):
     for name in ("avx2", "avx512", "avx512 with AMX", "neon"):
         with monkeypatch.context() as patched:
             patched.setattr(native, "why", name)
-            assert (machine.arithmetic("cpu") == here) == (native.lib is None or native.why == here["instruction set"])
+            assert (machine.arithmetic("cpu") == here) == (
+                native.lib is None or native.why == here["instruction set"]
+            )
             patched.setattr(native, "lib", None)
             assert machine.arithmetic("cpu")["instruction set"] == "torch"
 
@@ -282,7 +323,9 @@ def test_others_go_on_while_a_page_comes_from_disk(llama, llama_expected, tmp_pa
     filled(llama, tmp_path)
     core = make_core(llama, pages=40, slots=8, folder=tmp_path)
     may_read, read = threading.Event(), page_file.PageFile.read
-    monkeypatch.setattr(page_file.PageFile, "read", lambda *args: (may_read.wait(LONG_S), read(*args))[1])
+    monkeypatch.setattr(
+        page_file.PageFile, "read", lambda *args: (may_read.wait(LONG_S), read(*args))[1]
+    )
     core.submit(Submit("p0", *PROMPTS["p0"]))
     other = prompt(77)
     core.submit(Submit("other", other, greedy(8)))
@@ -352,7 +395,11 @@ def test_an_engine_that_is_killed_at_any_moment_leaves_what_can_be_used(tmp_path
     for _ in range(5):
         root = Path(__file__).parents[2]
         engine = subprocess.Popen(
-            [sys.executable, "-c", SERVES, saved, folder], cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SERVES, saved, folder],
+            cwd=root,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert engine.stdout.readline() == "ready\n"
         time.sleep(chance.uniform(0.05, 2.0))
@@ -372,17 +419,27 @@ def test_a_page_that_a_kv_policy_writes_is_stored_before(llama, monkeypatch):
     store = mover.store
 
     def watch(moves, written):
-        sources = {move.source for move in moves if not move.is_load and move.tier is Tier.HOST} - set(written)
+        sources = {
+            move.source for move in moves if not move.is_load and move.tier is Tier.HOST
+        } - set(written)
         unwritten.update({page: core.runner.cache[page].clone() for page in sources})
         store(moves, written)
 
     monkeypatch.setattr(mover, "store", watch)
     policy = {"kind": "snapkv", "budget": 50, "observed": 8}
-    core.submit(Submit("x", prompt(7), SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True, kv_policy=policy)))
+    core.submit(
+        Submit(
+            "x",
+            prompt(7),
+            SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True, kv_policy=policy),
+        )
+    )
     num = 0
     while core.has_work:
         unwritten.clear()
         core.step()
         num += len(unwritten)
-        assert all(torch.equal(core.runner.cache[page], before) for page, before in unwritten.items())
+        assert all(
+            torch.equal(core.runner.cache[page], before) for page, before in unwritten.items()
+        )
     assert num or not core.scheduler.kv.offload.tiers.num_moves

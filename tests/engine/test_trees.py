@@ -1,10 +1,22 @@
-"""Drafts that are trees: tokens and logprobs are those without drafts, and what is right is found on any branch."""
+"""Drafts that are trees: tokens and logprobs are those without drafts, and what is right is found
+on any branch."""
 
 import random
 
 import pytest
 
-from tests.helpers import Answer, Grower, greedy, guess_with, load_model, make_core, make_llama, run, take, watch
+from tests.helpers import (
+    Answer,
+    Grower,
+    greedy,
+    guess_with,
+    load_model,
+    make_core,
+    make_llama,
+    run,
+    take,
+    watch,
+)
 from tests.models import test_families
 from tidemill import SamplingParams
 from tidemill.sched.tree import Tree, ancestors_of, depths_of, right_path
@@ -14,8 +26,14 @@ from tidemill.types.wire import Submit
 PROMPT = [(i * i) % 97 + 3 for i in range(40)]
 REQUESTS = {
     "greedy": (PROMPT, greedy(30, logprobs=2)),
-    "seeded": (PROMPT[:33], SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=24, seed=1234, logprobs=3)),
-    "biased": (PROMPT[5:], SamplingParams(temperature=1.0, max_tokens=20, seed=-7, min_tokens=9, logit_bias={5: 2.0})),
+    "seeded": (
+        PROMPT[:33],
+        SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=24, seed=1234, logprobs=3),
+    ),
+    "biased": (
+        PROMPT[5:],
+        SamplingParams(temperature=1.0, max_tokens=20, seed=-7, min_tokens=9, logit_bias={5: 2.0}),
+    ),
     "samples": (PROMPT[:30], SamplingParams(n=3, seed=3, temperature=0.6, max_tokens=16)),
 }
 
@@ -33,7 +51,11 @@ def model(folder, backend):
 
 
 def grow(model, expected, chance=0.8, most=7, **options):
-    known = {tuple(REQUESTS[name][0]): answer.tokens for name, answer in expected.items() if ":" not in name}
+    known = {
+        tuple(REQUESTS[name][0]): answer.tokens
+        for name, answer in expected.items()
+        if ":" not in name
+    }
     return guess_with(make_core(model, **options), Grower(known, chance), most=most)
 
 
@@ -43,7 +65,10 @@ def check(model, **options):
     seen = watch(core)
     for _ in range(2):
         assert run(core, REQUESTS) == expected
-    assert sum(of[2] for event in seen if isinstance(event, events.DraftsVerified) for of in event.of) > 30
+    assert (
+        sum(of[2] for event in seen if isinstance(event, events.DraftsVerified) for of in event.of)
+        > 30
+    )
 
 
 def test_tokens_and_logprobs(model):
@@ -51,7 +76,12 @@ def test_tokens_and_logprobs(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"page_size": 1, "token_budget": 20, "max_requests": 4}, {"kv_dtype": "int8"}, {"kv_layout": "virtual"}]
+    "options",
+    [
+        {"page_size": 1, "token_budget": 20, "max_requests": 4},
+        {"kv_dtype": "int8"},
+        {"kv_layout": "virtual"},
+    ],
 )
 def test_other_pages(folder, options):
     check(load_model(folder), **options)

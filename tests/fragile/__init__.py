@@ -1,4 +1,5 @@
-"""An engine with weaknesses: prompts that kill it, prompts at which it waits until a test lets it go on."""
+"""An engine with weaknesses: prompts that kill it, prompts at which it waits until a test lets it
+go on."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     import pytest
 
 DEADLY = 300  # as the first token of a prompt: the engine dies in the first step with it
-GATED = 301  # the engine waits at that prompt: from position 10 x the second token on, until the gate is open
+# the engine waits at that prompt: from position 10 x the second token on, until the gate is open
+GATED = 301
 
 
 class Fragile:
@@ -18,7 +20,10 @@ class Fragile:
         self._folder = folder
         here = Path(__file__).parent
         known = os.environ.get("PYTHONPATH")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent.parent), *([known] if known else [])]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(here), str(here.parent.parent), *([known] if known else [])]),
+        )
         patch.setenv("FRAGILE_FOLDER", str(folder))
 
     def open_gate(self) -> None:

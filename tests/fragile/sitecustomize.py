@@ -1,5 +1,6 @@
-"""First on PYTHONPATH (see tests/fragile/__init__.py), this makes an engine process that dies or waits at certain prompts, and
-that sees as much memory as a test says. Everything else in it is the real engine."""
+"""First on PYTHONPATH (see tests/fragile/__init__.py), this makes an engine process that dies or
+waits at certain prompts, and that sees as much memory as a test says. Everything else in it is the
+real engine."""
 
 import importlib
 import os
@@ -8,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-importlib.import_module("tests.seeded.sitecustomize")  # Python loads one module of this name: this one
+# Python loads one module of this name: this one
+importlib.import_module("tests.seeded.sitecustomize")
 
 if "tidemill.engine" in sys.orig_argv:
     from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Tokenizers of folders without tokenizer.json: the ids of Transformers, which gets the same vocabulary and merges."""
+"""Tokenizers of folders without tokenizer.json: the ids of Transformers, which gets the same
+vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -59,14 +60,26 @@ def field(number: int, value: object) -> bytes:
     return varint(number << 3) + varint(value)
 
 
-def write_model(folder: Path, pieces: list[tuple[str, float, int]], kind: int, **normalizer: object) -> None:
+def write_model(
+    folder: Path, pieces: list[tuple[str, float, int]], kind: int, **normalizer: object
+) -> None:
     """Writes a model in the layout of sentencepiece_model.proto."""
-    data = b"".join(field(1, field(1, text.encode()) + field(2, score) + field(3, type_)) for text, score, type_ in pieces)
-    data += field(2, field(3, kind) + field(35, 1) + field(40, 0)) + field(3, field(3, int(normalizer.get("prefix", True))))
+    data = b"".join(
+        field(1, field(1, text.encode()) + field(2, score) + field(3, type_))
+        for text, score, type_ in pieces
+    )
+    data += field(2, field(3, kind) + field(35, 1) + field(40, 0)) + field(
+        3, field(3, int(normalizer.get("prefix", True)))
+    )
     (folder / "tokenizer.model").write_bytes(data)
 
 
-SPECIAL = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
+SPECIAL = [
+    ("<unk>", 0.0, 2),
+    ("<s>", 0.0, 3),
+    ("</s>", 0.0, 3),
+    *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+]
 
 
 def trained(model, trainer) -> dict:
@@ -81,7 +94,11 @@ def bpe_pieces() -> list[tuple[str, float, int]]:
     vocab = trained(models.BPE(), trainers.BpeTrainer(vocab_size=400, show_progress=False))["vocab"]
     order = sorted(vocab, key=lambda text: (len(text) == 1, vocab[text]))  # single characters last
     more = [("aa", -0.5, 1), ("aaa", -0.7, 1)]
-    ranked = [(text, -float(number), 1) for number, text in enumerate(order, 1) if text not in ("aa", "aaa")]
+    ranked = [
+        (text, -float(number), 1)
+        for number, text in enumerate(order, 1)
+        if text not in ("aa", "aaa")
+    ]
     return [*SPECIAL, ("<mark>", 0.0, 4), *more, *ranked]
 
 
@@ -94,12 +111,27 @@ def test_sentencepiece_bpe_as_llama(tmp_path, legacy, prefix):
     pieces = bpe_pieces()
     write_model(tmp_path, pieces, 2)
     num = len(pieces)
-    added = {str(num): {"content": "<end>", "special": True}, str(num + 1): {"content": "<extra>", "rstrip": True}}
-    settings = {"legacy": legacy, "add_prefix_space": prefix, "added_tokens_decoder": added, "tokenizer_class": "LlamaTokenizer"}
+    added = {
+        str(num): {"content": "<end>", "special": True},
+        str(num + 1): {"content": "<extra>", "rstrip": True},
+    }
+    settings = {
+        "legacy": legacy,
+        "add_prefix_space": prefix,
+        "added_tokens_decoder": added,
+        "tokenizer_class": "LlamaTokenizer",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
-    reference = LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab), legacy=legacy, add_prefix_space=prefix)
-    reference.add_tokens([AddedToken("<mark>", normalized=False), AddedToken("<end>", special=True, normalized=False)])
+    reference = LlamaTokenizer(
+        vocab=vocab, merges=generate_merges(vocab), legacy=legacy, add_prefix_space=prefix
+    )
+    reference.add_tokens(
+        [
+            AddedToken("<mark>", normalized=False),
+            AddedToken("<end>", special=True, normalized=False),
+        ]
+    )
     reference.add_tokens([AddedToken("<extra>", rstrip=True, normalized=False)])
     tokenizer = Tokenizer.load(tmp_path)
     same(tokenizer, reference)
@@ -112,9 +144,20 @@ def test_sentencepiece_bpe_as_gemma(tmp_path):
     from transformers import GemmaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
-    pieces = [("<pad>", 0.0, 3), ("<eos>", 0.0, 3), ("<bos>", 0.0, 3), ("<unk>", 0.0, 2), *bpe_pieces()[3:]]
+    pieces = [
+        ("<pad>", 0.0, 3),
+        ("<eos>", 0.0, 3),
+        ("<bos>", 0.0, 3),
+        ("<unk>", 0.0, 2),
+        *bpe_pieces()[3:],
+    ]
     write_model(tmp_path, pieces, 2, prefix=False)
-    settings = {"tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
+    settings = {
+        "tokenizer_class": "GemmaTokenizer",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "add_bos_token": True,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
     reference = GemmaTokenizer(vocab=vocab, merges=generate_merges(vocab))
@@ -126,23 +169,34 @@ def test_sentencepiece_bpe_as_gemma(tmp_path):
 
 def test_sentencepiece_unigram(tmp_path):
     """Builds what Transformers' converter does: spaces at the end are dropped, several become one."""
-    model = trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=300, show_progress=False, unk_token="<unk>"))
+    model = trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=300, show_progress=False, unk_token="<unk>"),
+    )
     pieces = [*SPECIAL, *((text, score, 1) for text, score in model["vocab"] if text != "<unk>")]
     write_model(tmp_path, pieces, 1)
     reference = Backend(models.Unigram([(text, score) for text, score, _ in pieces], 0, True))
-    reference.normalizer = normalizers.Sequence([normalizers.Strip(left=False), normalizers.Replace(Regex(" {2,}"), "▁")])
+    reference.normalizer = normalizers.Sequence(
+        [normalizers.Strip(left=False), normalizers.Replace(Regex(" {2,}"), "▁")]
+    )
     reference.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     reference.add_special_tokens(["<s>", "</s>", "<unk>"])
     tokenizer = Tokenizer.load(tmp_path)
     for text in texts():
-        assert tokenizer.encode(text, add_special=False) == reference.encode(text, add_special_tokens=False).ids, text
+        assert (
+            tokenizer.encode(text, add_special=False)
+            == reference.encode(text, add_special_tokens=False).ids
+        ), text
 
 
 def byte_level_model() -> tuple[dict[str, int], list[list[str]]]:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        CORPUS * 3,
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
+    )
     made = json.loads(backend.to_str())["model"]
     return made["vocab"], made["merges"]
 
@@ -154,11 +208,22 @@ def test_vocab_and_merges(tmp_path, kind):
     vocab, merges = byte_level_model()
     vocab["<|endoftext|>"] = len(vocab)
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in merges) + "\n")
-    added = {str(len(vocab)): {"content": "<end>", "special": True}, str(len(vocab) + 2): {"content": "<extra>"}}
-    settings = {"tokenizer_class": kind, "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in merges) + "\n"
+    )
+    added = {
+        str(len(vocab)): {"content": "<end>", "special": True},
+        str(len(vocab) + 2): {"content": "<extra>"},
+    }
+    settings = {
+        "tokenizer_class": kind,
+        "eos_token": "<|endoftext|>",
+        "added_tokens_decoder": added,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    reference = getattr(transformers, kind.removesuffix("Fast"))(vocab=vocab, merges=[tuple(pair) for pair in merges])
+    reference = getattr(transformers, kind.removesuffix("Fast"))(
+        vocab=vocab, merges=[tuple(pair) for pair in merges]
+    )
     reference.add_tokens(["<end>", "<gap>", "<extra>"])
     tokenizer = Tokenizer.load(tmp_path)
     same(tokenizer, reference)
@@ -171,23 +236,34 @@ def test_tekken(tmp_path):
 
     vocab, _ = byte_level_model()
     to_byte = written()
-    tokens = [bytes(to_byte[char] for char in text) for text in sorted(vocab, key=vocab.__getitem__)]
+    tokens = [
+        bytes(to_byte[char] for char in text) for text in sorted(vocab, key=vocab.__getitem__)
+    ]
     pattern = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}]*[\p{Ll}\p{Lo}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+"
     file = {
-        "config": {"pattern": pattern, "default_vocab_size": len(tokens) + 10, "default_num_special_tokens": 20, "version": "v7"},
+        "config": {
+            "pattern": pattern,
+            "default_vocab_size": len(tokens) + 10,
+            "default_num_special_tokens": 20,
+            "version": "v7",
+        },
         "vocab": [
             {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
             for rank, token in enumerate(tokens)
         ],
         "special_tokens": [
-            {"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]"))
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]"))
         ],
     }
     (tmp_path / "tekken.json").write_text(json.dumps(file))
     tokenizer = Tokenizer.load(tmp_path)
     reference = MistralConverter(str(tmp_path / "tekken.json")).converted()
     for text in [*texts(), "[INST] hi <SPECIAL_17>"]:
-        assert tokenizer.encode(text, add_special=False) == reference.encode(text, add_special_tokens=False).ids, text
+        assert (
+            tokenizer.encode(text, add_special=False)
+            == reference.encode(text, add_special_tokens=False).ids
+        ), text
         assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == f"<s>{text}"
     assert tokenizer.vocab_size == len(tokens) + 10
 
@@ -202,18 +278,44 @@ def written() -> dict[str, int]:
 def test_word_pieces(tmp_path, lower):
     from transformers import BertTokenizer
 
-    words = ["the", "quick", "##s", "##ing", "jump", "a", "##a", "東", "京", "cafe", "café", "The", ".", ",", "1", "##2", "##3"]
+    words = [
+        "the",
+        "quick",
+        "##s",
+        "##ing",
+        "jump",
+        "a",
+        "##a",
+        "東",
+        "京",
+        "cafe",
+        "café",
+        "The",
+        ".",
+        ",",
+        "1",
+        "##2",
+        "##3",
+    ]
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": lower}))
-    reference = BertTokenizer(vocab={text: number for number, text in enumerate(vocab)}, do_lower_case=lower)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})
+    )
+    reference = BertTokenizer(
+        vocab={text: number for number, text in enumerate(vocab)}, do_lower_case=lower
+    )
     tokenizer = Tokenizer.load(tmp_path)
     for text in [*texts(), "The quicks jumping, 東京 café 123.", "[MASK] the"]:
         assert tokenizer.encode(text) == reference.encode(text), text
-    assert tokenizer.encode_pair("the", "quick", max_tokens=99)[0] == reference.encode("the", "quick")
+    assert tokenizer.encode_pair("the", "quick", max_tokens=99)[0] == reference.encode(
+        "the", "quick"
+    )
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0fx", b"{}", field(1, field(1, b"\xff"))])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0fx", b"{}", field(1, field(1, b"\xff"))]
+)
 def test_what_is_no_model_is_named(tmp_path, data):
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model is no SentencePiece model"):
@@ -229,7 +331,9 @@ def test_what_cannot_be_read_is_named(tmp_path):
     write_model(tmp_path, SPECIAL, 2)
     added = {"5": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    with pytest.raises(CheckpointError, match=r"'<s>' has the id 1 in the vocabulary; its settings say 5"):
+    with pytest.raises(
+        CheckpointError, match=r"'<s>' has the id 1 in the vocabulary; its settings say 5"
+    ):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
     (tmp_path / "vocab.json").write_text("{}")

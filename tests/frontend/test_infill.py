@@ -14,7 +14,9 @@ from tidemill.frontend.tokenizer import Tokenizer
 def tokenizer_with(path, *special):
     byte_tokenizer(path)
     backend = Backend.from_file(str(path / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     backend.save(str(path / "tokenizer.json"))
     return Tokenizer.load(path)
 
@@ -26,9 +28,18 @@ def text(tokenizer, ids):
 @pytest.mark.parametrize(
     ("special", "prompt"),
     [
-        (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>c"),
-        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<fim_prefix>a<fim_suffix>b<fim_middle>c"),
-        (["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"], "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>c"),
+        (
+            ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+            "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>c",
+        ),
+        (
+            ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+            "<fim_prefix>a<fim_suffix>b<fim_middle>c",
+        ),
+        (
+            ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
+            "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>c",
+        ),
         (["▁<PRE>", "▁<SUF>", "▁<MID>"], "▁<PRE>a▁<SUF>b▁<MID>c"),
         (["[PREFIX]", "[SUFFIX]"], "[SUFFIX]b[PREFIX]ac"),
     ],

@@ -1,4 +1,5 @@
-"""Stop strings: no text is emitted that a stop string later removes, and none is lost. Decoding: in pieces as at once."""
+"""Stop strings: no text is emitted that a stop string later removes, and none is lost. Decoding: in
+pieces as at once."""
 
 import random
 import sys
@@ -17,7 +18,8 @@ letters = st.text(alphabet="abc", max_size=12)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    pieces=st.lists(letters, max_size=8), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3)
+    pieces=st.lists(letters, max_size=8),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_any_cutting_gives_the_text_up_to_the_first_stop(pieces, stops):
     text = "".join(pieces)
@@ -53,7 +55,8 @@ def first_stop(held, text, stops):
 
 @settings(max_examples=400, deadline=None)
 @given(
-    pieces=st.lists(letters, max_size=8), stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=5)
+    pieces=st.lists(letters, max_size=8),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=5),
 )
 def test_many_stops_at_once_are_found_as_one_by_one(pieces, stops):
     finder, held = StopFinder(stops), ""
@@ -99,7 +102,12 @@ def stream(tmp_path, text, **params):
 def test_tokens_after_a_stop_do_not_count(tmp_path):
     out, tokens = stream(tmp_path, "one. two", stop=".")
     delta = out.push(tokens, None)
-    assert (delta.text, delta.num_tokens, delta.finish_reason, delta.stop) == ("one", 4, "stop", ".")
+    assert (delta.text, delta.num_tokens, delta.finish_reason, delta.stop) == (
+        "one",
+        4,
+        "stop",
+        ".",
+    )
 
 
 def test_the_stop_may_be_kept(tmp_path):
@@ -141,4 +149,7 @@ def test_decoding_at_once_equals_decoding_token_by_token(tmp_path, skip_special)
         ]  # bytes at random: mostly broken characters
         ids += tokenizer.encode("Flüt 潮 🌊"[: draw.randrange(9)])
         decoder = StreamDecoder(tokenizer, skip_special)
-        assert tokenizer.decode(ids, skip_special=skip_special) == "".join(map(decoder.push, ids)) + decoder.finish()
+        assert (
+            tokenizer.decode(ids, skip_special=skip_special)
+            == "".join(map(decoder.push, ids)) + decoder.finish()
+        )

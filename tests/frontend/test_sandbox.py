@@ -29,7 +29,11 @@ def rendered():
 
 
 def test_it_renders_as_the_template_does(rendered):
-    how = (MESSAGES, [{"type": "function", "function": {"name": "f"}}], {"add_generation_prompt": True, "big": 10**40})
+    how = (
+        MESSAGES,
+        [{"type": "function", "function": {"name": "f"}}],
+        {"add_generation_prompt": True, "big": 10**40},
+    )
     assert rendered(CHAT_TEMPLATE).render(*how) == ChatTemplate(CHAT_TEMPLATE).render(*how)
     with pytest.raises(InvalidRequest, match="not supported") as told:
         rendered(CHAT_TEMPLATE).render([{"role": "user", "content": [{"type": "image"}]}])
@@ -79,9 +83,17 @@ def test_grammars_are_checked_at_a_bounded_cost(tiny_folder: Path, backend: str)
     checker = GrammarChecker(backend, tiny_folder, 320)
     try:
         checker.check("regex", "[a-c]+")
-        chain = "\n".join(["start: r0", *(f'r{i}: "x" r{i + 1}' for i in range(4000)), 'r4000: "a"'])
-        too_much = {"llguidance": [("regex", "(a{1000}){1000}", "too much"), ("grammar", chain, "too much")]}
-        for kind, text, why in [*too_much.get(backend, []), ("regex", "(", "cannot be"), ("regex", "(" * 5000, "cannot be")]:
+        chain = "\n".join(
+            ["start: r0", *(f'r{i}: "x" r{i + 1}' for i in range(4000)), 'r4000: "a"']
+        )
+        too_much = {
+            "llguidance": [("regex", "(a{1000}){1000}", "too much"), ("grammar", chain, "too much")]
+        }
+        for kind, text, why in [
+            *too_much.get(backend, []),
+            ("regex", "(", "cannot be"),
+            ("regex", "(" * 5000, "cannot be"),
+        ]:
             with pytest.raises(InvalidRequest, match=why) as told:
                 checker.check(kind, text)
             assert told.value.param == kind

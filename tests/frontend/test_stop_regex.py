@@ -1,4 +1,5 @@
-"""Patterns that end an output: where Python's own search finds the first match in the text so far, but in linear time."""
+"""Patterns that end an output: where Python's own search finds the first match in the text so far,
+but in linear time."""
 
 import random
 import re
@@ -63,7 +64,8 @@ def test_what_takes_no_character_is_not_repeated():
 
 
 def test_a_pattern_with_many_sets_of_states_takes_few_steps_a_character():
-    """Each character of a random text leads to other states. Counted in tests of characters and in followed states."""
+    """Each character of a random text leads to other states. Counted in tests of characters and in
+    followed states."""
     regex, draw, num_calls = StopRegex("[ab]*a[ab]{200}c"), random.Random(1), 0
 
     def count(frame, event, what):

@@ -1,4 +1,5 @@
-"""Chat templates get messages in the form that they take: small templates that are written as published ones are."""
+"""Chat templates get messages in the form that they take: small templates that are written as
+published ones are."""
 
 import json
 
@@ -43,7 +44,11 @@ def caller(content=None, num=1):
 
 @pytest.mark.parametrize(
     ("source", "texts", "parts"),
-    [(TURN, "[user]hi", "[user]hi"), (ONLY_PARTS, "[user](hi)", "[user](h)(i)"), (EITHER, "[user]hi", "[user](h)(i)")],
+    [
+        (TURN, "[user]hi", "[user]hi"),
+        (ONLY_PARTS, "[user](hi)", "[user](h)(i)"),
+        (EITHER, "[user]hi", "[user](h)(i)"),
+    ],
 )
 def test_content_is_a_string_or_parts_as_the_template_takes_it(source, texts, parts):
     template = ChatTemplate(source)
@@ -56,27 +61,42 @@ def test_content_is_a_string_or_parts_as_the_template_takes_it(source, texts, pa
 
 @pytest.mark.parametrize(
     ("source", "call"),
-    [(OBJECTS, '<call>weather{"city": "Rome"}</call>'), (TEXTS, '<call>weather|{"city": "Rome"}</call>')],
+    [
+        (OBJECTS, '<call>weather{"city": "Rome"}</call>'),
+        (TEXTS, '<call>weather|{"city": "Rome"}</call>'),
+    ],
 )
 @pytest.mark.parametrize("content", [None, "", "so"])
 def test_arguments_are_an_object_or_text_as_the_template_takes_them(source, call, content):
     text = f"={content}" if content else ""  # beside calls, content that is empty may be null
-    assert ChatTemplate(source).render([USER, caller(content)]) == f"[user]=hi[end][assistant]{text}{call}[end]"
+    assert (
+        ChatTemplate(source).render([USER, caller(content)])
+        == f"[user]=hi[end][assistant]{text}{call}[end]"
+    )
 
 
 def test_a_template_that_writes_calls_but_knows_no_tools_keeps_its_own_way_of_calls():
     text = ChatTemplate(OBJECTS).render([USER, caller(), RESULT], TOOLS)
-    assert text.endswith('[user]=hi[end][assistant]<call>weather{"city": "Rome"}</call>[end][tool]=clear[end]')
-    assert text.startswith("[system]=You may call these functions:\n" + json.dumps(TOOLS[0]["function"]))
+    assert text.endswith(
+        '[user]=hi[end][assistant]<call>weather{"city": "Rome"}</call>[end][tool]=clear[end]'
+    )
+    assert text.startswith(
+        "[system]=You may call these functions:\n" + json.dumps(TOOLS[0]["function"])
+    )
     assert 'To call one, answer with <call>NAME{"key": "value"}</call>[end]' in text
 
 
 def test_a_template_that_refuses_system_messages_gets_them_before_the_first_of_the_user():
     template = ChatTemplate(NO_SYSTEM)
-    assert template.render([{"role": "system", "content": "Be brief."}, USER]) == "[user]Be brief.\n\nhi"
+    assert (
+        template.render([{"role": "system", "content": "Be brief."}, USER])
+        == "[user]Be brief.\n\nhi"
+    )
     text = template.render([USER, caller(num=2), RESULT, RESULT], TOOLS)
     assert text.startswith("[user]You may call these functions:")
-    assert text.endswith("</tool_call>[user]<tool_response>clear</tool_response>\n<tool_response>clear</tool_response>")
+    assert text.endswith(
+        "</tool_call>[user]<tool_response>clear</tool_response>\n<tool_response>clear</tool_response>"
+    )
 
 
 def test_a_template_that_refuses_more_than_system_messages_says_why():
@@ -91,7 +111,9 @@ def test_calls_in_the_history_become_turns_also_without_tools():
     template = ChatTemplate(NO_SYSTEM)
     assert template.render(asked) == written
     assert template.render([*asked, USER]) == f"{written}\nhi"  # turns alternate
-    assert template.render([*asked, USER], TOOLS).endswith("<tool_response>clear</tool_response>\nhi")
+    assert template.render([*asked, USER], TOOLS).endswith(
+        "<tool_response>clear</tool_response>\nhi"
+    )
 
 
 def test_roles_of_clients_are_not_remembered():
@@ -104,7 +126,10 @@ def test_roles_of_clients_are_not_remembered():
 def test_control_tokens_in_parts_and_arguments_are_marked():
     template = ChatTemplate(EITHER, ["<end>"])
     content = [{"type": "text", "text": "a<end>b"}]
-    assert template.render([{"role": "user", "content": content}], marks=True) == f"[user](a<{MARK}end>b)"
+    assert (
+        template.render([{"role": "user", "content": content}], marks=True)
+        == f"[user](a<{MARK}end>b)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,38 +157,62 @@ def write_settings(folder, **settings):
 
 
 def test_the_end_token_of_a_template_is_that_of_the_tokenizer(tmp_path):
-    write_settings(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}", pad_token={"content": "<|end|>"})
+    write_settings(
+        tmp_path,
+        chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        pad_token={"content": "<|end|>"},
+    )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [261, 1]}')
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.eos_token_ids == (261, 1)
     assert tokenizer.render_chat([USER]) == "<s></s><|end|>"
 
 
-NAMED = {"default": "plain: {{ messages[0].content }}\n", "tool_use": "\n  tools: {{ tools | length }}  \n"}
+NAMED = {
+    "default": "plain: {{ messages[0].content }}\n",
+    "tool_use": "\n  tools: {{ tools | length }}  \n",
+}
 
 
 @pytest.mark.parametrize("is_list", [True, False])
 def test_a_template_for_tools(tmp_path, is_list):
-    listed = [{"name": name, "template": text} for name, text in NAMED.items()] + [{"name": "rag", "template": "rag"}]
+    listed = [{"name": name, "template": text} for name, text in NAMED.items()] + [
+        {"name": "rag", "template": "rag"}
+    ]
     write_settings(tmp_path, chat_template=listed if is_list else NAMED["default"])
     if not is_list:
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
     tokenizer = Tokenizer.load(tmp_path)
     for tools, name in ((None, "default"), (TOOLS, "tool_use")):
-        assert tokenizer.render_chat([USER], tools=tools) == ChatTemplate(NAMED[name]).render([USER], tools)
+        assert tokenizer.render_chat([USER], tools=tools) == ChatTemplate(NAMED[name]).render(
+            [USER], tools
+        )
 
 
 def test_templates_with_names():
-    assert joined_templates({"default": "a"}) == joined_templates({"default": "a", "tool_use": "a"}) == "a"
+    assert (
+        joined_templates({"default": "a"})
+        == joined_templates({"default": "a", "tool_use": "a"})
+        == "a"
+    )
     assert joined_templates({"tool_use": "b", "rag": "c"}) == "b"
     assert joined_templates({"rag": "c", "default": None}) is None
 
 
 def test_a_message_of_parts_can_be_continued(tmp_path):
     write_settings(tmp_path, chat_template=EITHER)
-    messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert Tokenizer.load(tmp_path).render_chat(messages, continue_final_message=True) == "[user]hi[assistant](a)(b"
+    messages = [
+        USER,
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+    ]
+    assert (
+        Tokenizer.load(tmp_path).render_chat(messages, continue_final_message=True)
+        == "[user]hi[assistant](a)(b"
+    )
 
 
 def test_no_part_of_a_system_message_is_lost():
@@ -172,4 +221,7 @@ def test_no_part_of_a_system_message_is_lost():
         "{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}{% endfor %}"
     )
     parts = [{"type": "text", "text": text} for text in ("one ", "two")]
-    assert ChatTemplate(source).render([{"role": "system", "content": parts}, USER]) == "[system]one two[user]hi"
+    assert (
+        ChatTemplate(source).render([{"role": "system", "content": parts}, USER])
+        == "[system]one two[user]hi"
+    )

@@ -5,7 +5,15 @@ import json
 import random
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 from tests.helpers import byte_tokenizer
@@ -37,8 +45,10 @@ def test_byte_level_facts(smollm2):
     assert smollm2.encode("<|im_end|>") == [2]
     assert smollm2.decode([2]) == ""
     digits = smollm2.encode("1234")
-    assert [smollm2.token_text(token) for token in digits] == ["1", "2", "3", "4"]  # this vocabulary cuts digits apart
-    assert smollm2.encode("x", add_special=True) == smollm2.encode("x", add_special=False)  # its file says: no BOS
+    # this vocabulary cuts digits apart
+    assert [smollm2.token_text(token) for token in digits] == ["1", "2", "3", "4"]
+    # its file says: no BOS
+    assert smollm2.encode("x", add_special=True) == smollm2.encode("x", add_special=False)
 
 
 def test_the_same_ids_as_the_published_tokenizer_definition(smollm2, smollm2_path):
@@ -52,7 +62,10 @@ def test_the_same_ids_as_the_published_tokenizer_definition(smollm2, smollm2_pat
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     published = Backend(models.BPE(vocab, merges))
     published.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     rng = random.Random(0)
     for text in [*TEXTS, *("".join(rng.choices("ab 12\n'té東🦆.", k=40)) for _ in range(200))]:
@@ -129,12 +142,21 @@ def sentencepiece_metadata(**changes):
 
 
 def sentencepiece_by_hand(text: str, metadata) -> list[str]:
-    """The algorithm as SentencePiece states it: join the neighbours whose union scores best, leftmost first, then bytes."""
-    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True))
-    kinds = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+    """The algorithm as SentencePiece states it: join the neighbours whose union scores best,
+    leftmost first, then bytes."""
+    scores = dict(
+        zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True)
+    )
+    kinds = dict(
+        zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+    )
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
-        options = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if kinds.get(a + b) == 1]
+        options = [
+            (-scores[a + b], i)
+            for i, (a, b) in enumerate(itertools.pairwise(parts))
+            if kinds.get(a + b) == 1
+        ]
         if not options:
             break
         _, i = min(options)
@@ -148,12 +170,16 @@ def sentencepiece_by_hand(text: str, metadata) -> list[str]:
 def test_sentencepiece_equals_the_algorithm():
     metadata = sentencepiece_metadata()
     built = build_tokenizer(metadata, "test")
-    tokenizer = Tokenizer(built.backend, eos_token_ids=[2], bos_token_id=built.bos_token_id, add_bos=built.add_bos)
+    tokenizer = Tokenizer(
+        built.backend, eos_token_ids=[2], bos_token_id=built.bos_token_id, add_bos=built.add_bos
+    )
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices("abc é", k=rng.randrange(1, 12)))
         ids = tokenizer.encode(text, add_special=False)
-        assert [metadata["tokenizer.ggml.tokens"][i] for i in ids] == sentencepiece_by_hand(text, metadata)
+        assert [metadata["tokenizer.ggml.tokens"][i] for i in ids] == sentencepiece_by_hand(
+            text, metadata
+        )
         assert tokenizer.decode(ids) == " " + text
 
 
@@ -178,11 +204,26 @@ def test_a_long_text_has_the_ids_that_it_has_alone(kind, request):
     if kind == "smollm2":
         tokenizer = request.getfixturevalue("smollm2")
     elif kind == "sentencepiece":
-        tokenizer = Tokenizer(build_tokenizer(sentencepiece_metadata(), "test").backend, eos_token_ids=[])
+        tokenizer = Tokenizer(
+            build_tokenizer(sentencepiece_metadata(), "test").backend, eos_token_ids=[]
+        )
     else:
         tokenizer = Tokenizer(rewritten(), eos_token_ids=[])
     rng = random.Random(0)
-    words = ["The tide ", "ﬁ", "<x>", " <end>", "tide pool", "naïve", "東京", "🦆", "<|im_end|>", "\n", "  ", "ab"]
+    words = [
+        "The tide ",
+        "ﬁ",
+        "<x>",
+        " <end>",
+        "tide pool",
+        "naïve",
+        "東京",
+        "🦆",
+        "<|im_end|>",
+        "\n",
+        "  ",
+        "ab",
+    ]
     for _ in range(20):
         text = "".join(rng.choices(words, k=800))
         ids = tokenizer.encode(text, add_special=False)
@@ -194,7 +235,9 @@ def test_a_long_text_has_the_ids_that_it_has_alone(kind, request):
 @pytest.mark.parametrize("is_added", [True, False])
 def test_a_rendered_conversation_is_a_prompt_with_one_first_token(is_added):
     """Whether the tokenizer adds it or the template alone writes it."""
-    built = build_tokenizer(sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "test")
+    built = build_tokenizer(
+        sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "test"
+    )
     tokenizer = Tokenizer(
         built.backend,
         eos_token_ids=[2],
@@ -231,7 +274,14 @@ def test_bos_and_space_flags_of_the_file():
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "strange", "tokenizer.ggml.merges": ["a b"]}, "'strange'"),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": "strange",
+                "tokenizer.ggml.merges": ["a b"],
+            },
+            "'strange'",
+        ),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["ab"]}, "not a pair"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["q z"]}, "do not fit"),
     ],
@@ -248,7 +298,14 @@ def test_chat_template_of_the_file(smollm2):
     text = smollm2.render_chat([{"role": "user", "content": "hi"}])
     assert text.startswith("<|im_start|>system\nYou are")
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    parts = smollm2.render_chat([{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}])
+    parts = smollm2.render_chat(
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+            }
+        ]
+    )
     assert parts == text
 
 
@@ -256,7 +313,10 @@ def test_folder_tokenizer_with_template(tmp_path):
     byte_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.eos_token_ids == (1,)
-    assert tokenizer.render_chat([{"role": "user", "content": "hé"}]) == "<|user|>hé<|end|><|assistant|>"
+    assert (
+        tokenizer.render_chat([{"role": "user", "content": "hé"}])
+        == "<|user|>hé<|end|><|assistant|>"
+    )
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     assert Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "x"}]) == "x!"
 
@@ -276,7 +336,9 @@ def test_a_post_processor_is_respected(tmp_path):
 
     byte_tokenizer(tmp_path)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
-    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("ab")
@@ -334,7 +396,9 @@ def test_a_template_that_does_not_compile_is_named():
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setattr(chat, "MAX_CHARS", 10_000)
-    template = chat.ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}")
+    template = chat.ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+    )
     with pytest.raises(InvalidRequest, match="does not come to an end"):
         template.render([{"role": "user", "content": "x"}])
 
@@ -342,7 +406,10 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "prompt"),
     [
-        ("chatml", "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "chatml",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
         ("llama2", "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]"),
         ("gemma", "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"),
         ("mistral-v7", "[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] Hi[/INST]"),
@@ -352,7 +419,9 @@ def test_a_chat_template_by_its_name(tiny_folder, tmp_path, name, prompt):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert Tokenizer.load(tiny_folder, name).render_chat(messages) == prompt
     with_bos = Backend.from_file(str(tiny_folder / "tokenizer.json"))
-    with_bos.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    with_bos.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     with_bos.save(str(tmp_path / "tokenizer.json"))
     begun = Tokenizer.load(tmp_path, name)
     assert begun.render_chat(messages) == ("" if name == "chatml" else "<s>") + prompt
@@ -371,7 +440,8 @@ def test_variables_of_the_template(thinking_folder):
     plain, messages = Tokenizer.load(thinking_folder), [{"role": "user", "content": "hi"}]
     off = plain.render_chat(messages, variables={"enable_thinking": False})
     assert tokenizer.render_chat(messages) == off != plain.render_chat(messages)
-    on = tokenizer.render_chat(messages, variables={"enable_thinking": True})  # what a request gives counts
+    # what a request gives counts
+    on = tokenizer.render_chat(messages, variables={"enable_thinking": True})
     assert on == plain.render_chat(messages, variables={"enable_thinking": True}) != off
 
 
@@ -379,17 +449,38 @@ def test_variables_of_the_template(thinking_folder):
 
 
 def runs_of_spaces(prefix: bool) -> Tokenizer:
-    """As Gemma's: runs of spaces are added tokens that are not special. `prefix`: a space is put before texts, as Llama 2's."""
+    """As Gemma's: runs of spaces are added tokens that are not special. `prefix`: a space is put
+    before texts, as Llama 2's."""
     from tokenizers import AddedToken, decoders, models, normalizers
 
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁▁", "▁▁▁", "▁a", "é"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁▁",
+        "▁▁▁",
+        "▁a",
+        "é",
+    ]
     merges = [("▁", "▁"), ("▁▁", "▁"), ("▁", "a")]
-    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, byte_fallback=True))
+    backend = Backend(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, byte_fallback=True)
+    )
     first = [normalizers.Prepend("▁")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*first, normalizers.NFC(), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.normalizer = normalizers.Sequence(
+        [*first, normalizers.NFC(), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in ("▁▁", "▁▁▁")])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")]
+    )
     return Tokenizer(backend, eos_token_ids=[2])
 
 
@@ -405,14 +496,22 @@ def test_runs_of_spaces_that_are_added_tokens(text):
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("text", ["a  b", "   a", "▁▁a", "cafe\u0301  b", "a</s>b", "東"])
 def test_forced_text_is_spelled_as_it_is(prefix, text):
-    """A tokenizer may put a space before a text, write it in another Unicode form, or see control tokens in it: tokens that are
-    forced by a grammar must not."""
+    """A tokenizer may put a space before a text, write it in another Unicode form, or see control
+    tokens in it: tokens that are forced by a grammar must not."""
     tokenizer = runs_of_spaces(prefix)
-    matcher = Grammars.of("llguidance", tokenizer, tokenizer.vocab_size).matcher(Grammar("choice", json.dumps([text])))
+    matcher = Grammars.of("llguidance", tokenizer, tokenizer.vocab_size).matcher(
+        Grammar("choice", json.dumps([text]))
+    )
     ids = []
     while not matcher.is_over:
         words = matcher.mask()
-        ids.append(next(token for token in range(3, tokenizer.vocab_size) if words[token // 32] >> (token % 32) & 1))
+        ids.append(
+            next(
+                token
+                for token in range(3, tokenizer.vocab_size)
+                if words[token // 32] >> (token % 32) & 1
+            )
+        )
         matcher.take(ids[-1:])
         assert not matcher.error
     assert tokenizer.decode(ids) == text

@@ -1,4 +1,5 @@
-"""Output is parsed the same however it is cut into pieces; the grammar of forced tool calls keeps to the tools' schemas."""
+"""Output is parsed the same however it is cut into pieces; the grammar of forced tool calls keeps
+to the tools' schemas."""
 
 import json
 import random
@@ -66,20 +67,38 @@ DEEPSEEK = (
 )
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 JSON_CASES = [  # of "json", the parser of templates that say nothing
-    ("just words, with < and { and [ in them", [("words", "just words, with < and { and [ in them")]),
+    (
+        "just words, with < and { and [ in them",
+        [("words", "just words, with < and { and [ in them")],
+    ),
     (f'<tool_call>\n{{"name": "f", "arguments": {A1}}}\n</tool_call>', [("f", A1)]),
-    (f'Let me look.\n<tool_call>{{"arguments": {A1}, "name": "f"}}</tool_call>', [("words", "Let me look.\n"), ("f", A1)]),
+    (
+        f'Let me look.\n<tool_call>{{"arguments": {A1}, "name": "f"}}</tool_call>',
+        [("words", "Let me look.\n"), ("f", A1)],
+    ),
     (
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": 1}}</tool_call>',
         [("f", "{}"), ("g", '{"x": 1}')],
     ),
-    ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]', [("f", '{"x": 1}'), ("g", "{}")]),
+    (
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+        [("f", '{"x": 1}'), ("g", "{}")],
+    ),
     ('<|python_tag|>{"name": "f", "parameters": {"x": [1, 2]}}', [("f", '{"x": [1, 2]}')]),
-    ('{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', [("f", '{"x": 1}'), ("g", "{}")]),
+    (
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+        [("f", '{"x": 1}'), ("g", "{}")],
+    ),
     ('  [{"name": "f", "arguments": {"x": 1}}]', [("f", '{"x": 1}')]),
     ('{"name": "Ada", "age": 36}', [("words", '{"name": "Ada", "age": 36}')]),
-    ('{"name": "Alice", "parameters": {"x": 1}}', [("words", '{"name": "Alice", "parameters": {"x": 1}}')]),
-    ('{"parameters": {"x": 1}, "name": "Alice"} x', [("words", '{"parameters": {"x": 1}, "name": "Alice"} x')]),
+    (
+        '{"name": "Alice", "parameters": {"x": 1}}',
+        [("words", '{"name": "Alice", "parameters": {"x": 1}}')],
+    ),
+    (
+        '{"parameters": {"x": 1}, "name": "Alice"} x',
+        [("words", '{"parameters": {"x": 1}, "name": "Alice"} x')],
+    ),
     ('{"type": "function", "name": "f", "arguments": "x"}', [("f", '"x"')]),
     ('{"name": "f"}', [("words", '{"name": "f"}')]),
     (
@@ -90,11 +109,20 @@ JSON_CASES = [  # of "json", the parser of templates that say nothing
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "Alice", "arguments": {}}</tool_call>',
         [("f", "{}"), ("words", '\n<tool_call>{"name": "Alice", "arguments": {}}</tool_call>')],
     ),
-    ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\nDone.', [("f", "{}"), ("words", "Done.")]),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\nDone.',
+        [("f", "{}"), ("words", "Done.")],
+    ),
     ("[1, 2] are numbers", [("words", "[1, 2] are numbers")]),
-    ("<think>\nhm <tool_call>\n</think>\n\nso", [("thought", "\nhm <tool_call>\n"), ("words", "so")]),
+    (
+        "<think>\nhm <tool_call>\n</think>\n\nso",
+        [("thought", "\nhm <tool_call>\n"), ("words", "so")],
+    ),
     ("<think>x</think><think>y</think>", [("thought", "x"), ("words", "<think>y</think>")]),
-    ('<think>x</think><tool_call>{"name": "f", "arguments": {}}</tool_call>', [("thought", "x"), ("f", "{}")]),
+    (
+        '<think>x</think><tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        [("thought", "x"), ("f", "{}")],
+    ),
     ("<tool_call>\nno json", [("words", "<tool_call>\nno json")]),
     ("<tool_call><tool_call>", [("words", "<tool_call><tool_call>")]),
     ("<tool_ca", [("words", "<tool_ca")]),
@@ -165,7 +193,11 @@ CASES = [("json", text, expected) for text, expected in JSON_CASES] + [
 
 def parser(name, prompt_end="", reasoning="auto", **how):
     template = "<|channel|>analysis<|message|>" if name == "harmony" else ""
-    return ModelFormat.of(template, name, reasoning).output_format(prompt_end, FUNCTIONS, **how).parser()
+    return (
+        ModelFormat.of(template, name, reasoning)
+        .output_format(prompt_end, FUNCTIONS, **how)
+        .parser()
+    )
 
 
 def read(parser, parts):
@@ -202,21 +234,28 @@ def test_whole_and_in_any_pieces(name, text, expected):
         assert read(parser(name), parts) == expected
 
 
-@pytest.mark.parametrize(("name", "text", "expected"), [case for case in CASES if case[2] and case[2][-1][0] == "f"])
+@pytest.mark.parametrize(
+    ("name", "text", "expected"), [case for case in CASES if case[2] and case[2][-1][0] == "f"]
+)
 def test_output_that_breaks_off(name, text, expected):
-    """The same however it is cut, arguments are a prefix of the whole ones, and nothing is lost that is not part of a call."""
+    """The same however it is cut, arguments are a prefix of the whole ones, and nothing is lost
+    that is not part of a call."""
     for length in range(0, len(text), 1 if len(text) < 200 else 3):
         whole = read(parser(name), [text[:length]])
         assert read(parser(name), list(text[:length])) == whole
         calls = [said for said in whole if said[0] in "fg"]
-        for (called, arguments), (wanted, all_arguments) in zip(calls, [one for one in expected if one[0] in "fg"], strict=False):
+        for (called, arguments), (wanted, all_arguments) in zip(
+            calls, [one for one in expected if one[0] in "fg"], strict=False
+        ):
             assert called == wanted
             assert all_arguments.startswith(arguments)
         if not calls and name != "harmony":
             assert "".join(part for kind, part in whole if kind == "words") in text
 
 
-@pytest.mark.parametrize("name", ["json", "hermes", "mistral", "qwen3_coder", "pythonic", "deepseek", "harmony", "none"])
+@pytest.mark.parametrize(
+    "name", ["json", "hermes", "mistral", "qwen3_coder", "pythonic", "deepseek", "harmony", "none"]
+)
 def test_noise_never_breaks_it(name):
     draw = random.Random(1)
     bits = [*'{}":,[]\\ xf()=\'>', "name", "arguments", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]",
@@ -312,7 +351,10 @@ def test_reasoning_that_a_request_turns_off_is_not_waited_for(switch):
     asked = SamplingParams(grammar=Grammar(kind="json_schema", text="{}"))
     for name in ("qwen3", "deepseek_r1"):  # by name, with a template that knows no switch
         made = ModelFormat.of("plain", "auto", name)
-        assert made.output_format("assistant\n", variables={switch: True}).gated(asked).reasoning is not None
+        assert (
+            made.output_format("assistant\n", variables={switch: True}).gated(asked).reasoning
+            is not None
+        )
         off = made.output_format("assistant\n", variables={switch: False})
         assert (off.gated(asked), off.is_open, off.takes_budget) == (asked, False, False)
         opened = made.output_format("<think>\n", variables={switch: False})  # the template opens it
@@ -322,18 +364,48 @@ def test_reasoning_that_a_request_turns_off_is_not_waited_for(switch):
 @pytest.mark.parametrize(
     ("reasoning", "prompt_end", "how", "text", "expected"),
     [
-        ("auto", "<|assistant|><think>\n", {}, "hm</think>\n\nso", [("thought", "hm"), ("words", "so")]),
-        ("auto", "<|assistant|><think>\n", {}, "<think>\nhm</think>so", [("thought", "\nhm"), ("words", "so")]),
+        (
+            "auto",
+            "<|assistant|><think>\n",
+            {},
+            "hm</think>\n\nso",
+            [("thought", "hm"), ("words", "so")],
+        ),
+        (
+            "auto",
+            "<|assistant|><think>\n",
+            {},
+            "<think>\nhm</think>so",
+            [("thought", "\nhm"), ("words", "so")],
+        ),
         ("auto", "<|assistant|><think>\n", {}, "never ends", [("thought", "never ends")]),
         ("auto", "<think>\n\n</think>\n\n", {}, "<think>so", [("words", "<think>so")]),
-        ("auto", "", {"continued": "<think>I"}, " see</think>so", [("thought", " see"), ("words", "so")]),
+        (
+            "auto",
+            "",
+            {"continued": "<think>I"},
+            " see</think>so",
+            [("thought", " see"), ("words", "so")],
+        ),
         ("auto", "", {"continued": "Well,"}, "<think>", [("words", "<think>")]),
         ("none", "<think>", {}, "hm</think>so", [("words", "hm</think>so")]),
         ("deepseek_r1", "", {}, "hm</think>so", [("thought", "hm"), ("words", "so")]),
         ("qwen3", "", {}, "hm</think>so", [("words", "hm</think>so")]),
         ("mistral", "", {}, "[THINK]hm[/THINK]so", [("thought", "hm"), ("words", "so")]),
-        ("granite", "", {}, "Here is my thought process: hm Here is my response:so", [("thought", " hm "), ("words", "so")]),
-        ("auto", "<think>", {"only_calls": True}, 'hm</think>{"name": "f", "arguments": {}}', [("thought", "hm"), ("f", "{}")]),
+        (
+            "granite",
+            "",
+            {},
+            "Here is my thought process: hm Here is my response:so",
+            [("thought", " hm "), ("words", "so")],
+        ),
+        (
+            "auto",
+            "<think>",
+            {"only_calls": True},
+            'hm</think>{"name": "f", "arguments": {}}',
+            [("thought", "hm"), ("f", "{}")],
+        ),
     ],
 )
 def test_reasoning_that_the_prompt_opens(reasoning, prompt_end, how, text, expected):
@@ -343,7 +415,11 @@ def test_reasoning_that_the_prompt_opens(reasoning, prompt_end, how, text, expec
 
 def test_ids_are_of_the_length_that_templates_want():
     for name, pattern in (("mistral", "[A-Za-z0-9]{9}"), ("hermes", "call_[0-9a-f]{24}")):
-        ids = {piece.call_id for _ in range(20) for piece in parser(name).push('[{"name": "g", "arguments": {}}]')[:1]}
+        ids = {
+            piece.call_id
+            for _ in range(20)
+            for piece in parser(name).push('[{"name": "g", "arguments": {}}]')[:1]
+        }
         assert len(ids) == 20
         assert all(re.fullmatch(pattern, one) for one in ids)
 
@@ -358,7 +434,22 @@ def test_ids_are_of_the_length_that_templates_want():
         ("think", True, ["</think>"], 0),
         ("think", True, ["a", "", "</think>"], 2),
         ("think", False, ["so", "<think>", "a"], 0),
-        ("harmony", False, ["<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>", "assistant"] * 2, 4),
+        (
+            "harmony",
+            False,
+            [
+                "<|channel|>",
+                "analysis",
+                "<|message|>",
+                "a",
+                "b",
+                "<|end|>",
+                "<|start|>",
+                "assistant",
+            ]
+            * 2,
+            4,
+        ),
     ],
 )
 def test_tokens_of_reasoning_are_counted(reasoning, is_open, tokens, counted):
@@ -403,12 +494,16 @@ class Voyage(Closed):
     after: "Voyage | None"
 
 
-OtherPort = create_model("Port", __base__=Closed, depth=(Literal[3, 5], ...))  # the same name, another definition
+# the same name, another definition
+OtherPort = create_model("Port", __base__=Closed, depth=(Literal[3, 5], ...))
 Sounding = create_model("Sounding", __base__=Closed, port=(OtherPort, ...))
 DRAFT_7 = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "$id": "https://example.org/tide.json",
-    "definitions": {"side": {"enum": ["ebb", "flood"]}, "a/b": {"const": {"$ref": "#/definitions/side"}}},
+    "definitions": {
+        "side": {"enum": ["ebb", "flood"]},
+        "a/b": {"const": {"$ref": "#/definitions/side"}},
+    },
     "type": "object",
     "properties": {
         "const": {"$ref": "#/definitions/side"},
@@ -419,8 +514,13 @@ DRAFT_7 = {
     "required": ["const", "own", "again", "escaped"],
     "additionalProperties": False,
 }
-ROOTED = Sounding.model_json_schema(ref_template="/$defs/{model}")  # as litellm asks pydantic for it
-PORT_SCHEMAS = {"sail": Voyage.model_json_schema(), "sound": Sounding.model_json_schema(), "turn": DRAFT_7}
+# as litellm asks pydantic for it
+ROOTED = Sounding.model_json_schema(ref_template="/$defs/{model}")
+PORT_SCHEMAS = {
+    "sail": Voyage.model_json_schema(),
+    "sound": Sounding.model_json_schema(),
+    "turn": DRAFT_7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +537,9 @@ def written(grammars, grammar, draw):
     matcher = kinds.matcher(grammar)
     while not matcher.is_over and len(tokens) < 3000:
         words = matcher.mask()
-        allowed = [token for token in range(tokenizer.vocab_size) if words[token // 32] >> (token % 32) & 1]
+        allowed = [
+            token for token in range(tokenizer.vocab_size) if words[token // 32] >> (token % 32) & 1
+        ]
         tokens.append(draw.choice(allowed))
         matcher.take(tokens[-1:])
     assert not matcher.error
@@ -462,10 +564,15 @@ def test_forced_calls_keep_to_schemas_with_references(grammars, name, several):
 
 def test_references_without_a_number_sign(grammars):
     grammar = call_grammar([{"name": "sound", "parameters": ROOTED}], "sound", False)
-    jsonschema.validate(json.loads(written(grammars, grammar, random.Random(5)))["arguments"], PORT_SCHEMAS["sound"])
+    jsonschema.validate(
+        json.loads(written(grammars, grammar, random.Random(5)))["arguments"], PORT_SCHEMAS["sound"]
+    )
 
 
-@pytest.mark.parametrize(("tools", "name", "words"), [([], None, "no tools"), ([{"name": "a"}], "b", "'b'"), ([], "", "''")])
+@pytest.mark.parametrize(
+    ("tools", "name", "words"),
+    [([], None, "no tools"), ([{"name": "a"}], "b", "'b'"), ([], "", "''")],
+)
 def test_a_call_that_cannot_be_forced(tools, name, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
         call_grammar(tools, name, False)
@@ -507,12 +614,18 @@ def test_objects_are_closed_where_nothing_else_says_what_they_have(schema, expec
 
 
 def test_a_definition_that_is_used_in_two_ways_stays_open():
-    given = {"properties": {"a": {"$ref": "#/$defs/P"}, "b": {"allOf": [{"$ref": "#/$defs/P"}, DAY]}}, "$defs": {"P": PLACE}}
+    given = {
+        "properties": {"a": {"$ref": "#/$defs/P"}, "b": {"allOf": [{"$ref": "#/$defs/P"}, DAY]}},
+        "$defs": {"P": PLACE},
+    }
     assert closed(json.loads(json.dumps(given)))["$defs"]["P"] == PLACE
 
 
 def test_a_definition_that_holds_itself_is_closed():
-    tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}}}
+    tree = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}},
+    }
     made = closed({"$ref": "#/$defs/T", "$defs": {"T": tree}})
     assert made["$defs"]["T"]["additionalProperties"] is False
 
@@ -522,4 +635,5 @@ def test_forced_calls_invent_no_arguments(grammars):
     draw = random.Random(7)
     for _ in range(6):
         assert json.loads(written(grammars, grammar, draw))["arguments"].keys() == {"city"}
-    assert PLACE.keys() == {"type", "properties", "required"}  # what a client sent is shown to the model as it is
+    # what a client sent is shown to the model as it is
+    assert PLACE.keys() == {"type", "properties", "required"}

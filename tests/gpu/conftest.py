@@ -1,4 +1,5 @@
-"""Of tests on a GPU alone: those of the whole suite interpret kernels on a CPU, and are not loaded with them.
+"""Of tests on a GPU alone: those of the whole suite interpret kernels on a CPU, and are not loaded
+with them.
 
     make test-gpu                              all of it
     python -m pytest --confcutdir tests/gpu tests/gpu -k "kernels or engine"    a part

@@ -87,7 +87,8 @@ def without_graphs(core: EngineCore) -> EngineCore:
 
 
 def assert_near(reference: Any, core: EngineCore, prompt: list[int]) -> None:
-    """Log probabilities of a prompt are as near to float32 as those of Transformers in bfloat16 (which `reference` is then)."""
+    """Log probabilities of a prompt are as near to float32 as those of Transformers in bfloat16
+    (which `reference` is then)."""
     targets = torch.tensor(prompt[1:], device="cuda")[:, None]
 
     def scores(model: Any) -> torch.Tensor:
@@ -100,12 +101,15 @@ def assert_near(reference: Any, core: EngineCore, prompt: list[int]) -> None:
     scored = ask(core, {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
     ours = torch.tensor([entry.logprob for entry in scored], device="cuda")
     error = (ours - exact).pow(2).mean().sqrt().item()
-    print(f"  error of {len(targets)} log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}")
+    print(
+        f"  error of {len(targets)} log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}"
+    )
     assert error < 1.3 * theirs
 
 
 def check_family(name: str, made: Any, prompt: list[int], folder: Path) -> EngineCore:
-    """Near Transformers, nothing compiles after the start, the same bits alone, cached, among others and in chunks."""
+    """Near Transformers, nothing compiles after the start, the same bits alone, cached, among
+    others and in chunks."""
     model = with_weights(made, torch.bfloat16)
     model.save_pretrained(folder)
     reference = with_weights(model.cuda().eval(), torch.float32)
@@ -117,10 +121,18 @@ def check_family(name: str, made: Any, prompt: list[int], folder: Path) -> Engin
     with nothing_compiles():
         lone = ask(core, x)["x"]
         assert ask(core, x)["x"] == lone, f"{name}: cached"
-        others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
+        others = {
+            f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i))
+            for i in range(30)
+        }
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
-        # Beyond windows: without a common prefix, and with one of which the second has given back what the third still sees.
-        texts = prompt[::-1] + prompt[:250], prompt[100:] + prompt[:330], prompt[100:] + prompt[:180]
+        # Beyond windows: without a common prefix, and with one of which the second has given back
+        # what the third still sees.
+        texts = (
+            prompt[::-1] + prompt[:250],
+            prompt[100:] + prompt[:330],
+            prompt[100:] + prompt[:180],
+        )
         far = {f"f{i}": (text, x["x"][1]) for i, text in enumerate(texts)}
         together = ask(core, far)
         for one, request in far.items():

@@ -36,20 +36,29 @@ def test_matrix(name: str, kind: str) -> None:
     exact = x[:700].float() @ values.t()
     whole = weight(x[:700].clone())
     off = float((whole.float() - exact).norm() / exact.norm())
-    wrong = [num for num in (1, 5, 16, 17, 33, 64, 100, 256, 513) if not torch.equal(weight(x[:num].clone()), whole[:num])]
+    wrong = [
+        num
+        for num in (1, 5, 16, 17, 33, 64, 100, 256, 513)
+        if not torch.equal(weight(x[:num].clone()), whole[:num])
+    ]
     assert not wrong, "other bits"
     assert off < 0.02
 
 
 def _as_int8(module: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     largest = values.abs().amax(1)
-    return {f"{module}.weight": (values / largest[:, None] * 127).round().to(torch.int8), f"{module}.SCB": largest}
+    return {
+        f"{module}.weight": (values / largest[:, None] * 127).round().to(torch.int8),
+        f"{module}.SCB": largest,
+    }
 
 
 def _as_gobo(module: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     from tidemill.compress.layouts.base import pack
 
-    table = torch.quantile(values.flatten()[:: max(1, values.numel() // 10**5)], torch.linspace(0.03, 0.97, 16))
+    table = torch.quantile(
+        values.flatten()[:: max(1, values.numel() // 10**5)], torch.linspace(0.03, 0.97, 16)
+    )
     places = values.abs().flatten().topk(values.numel() // 500).indices.sort().values
     numbers = (values[..., None] - table).abs().argmin(-1)
     return {
@@ -68,8 +77,13 @@ def _as_factors(module: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-LAYOUTS: dict[str, tuple[Callable[[str, torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]] = {
-    "LLM.int8()": (_as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 2.0}),
+LAYOUTS: dict[
+    str, tuple[Callable[[str, torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]
+] = {
+    "LLM.int8()": (
+        _as_int8,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 2.0},
+    ),
     "GOBO": (_as_gobo, {"quant_method": "gobo", "bits": 4}),
     "low rank": (_as_factors, {"quant_method": "low_rank"}),
 }
@@ -84,7 +98,9 @@ def test_engine(layout: str, tmp_path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(folder / "model.safetensors").items():
         is_matrix = name.endswith("_proj.weight")
-        tensors |= convert(name.removesuffix(".weight"), values.float()) if is_matrix else {name: values}
+        tensors |= (
+            convert(name.removesuffix(".weight"), values.float()) if is_matrix else {name: values}
+        )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -95,11 +111,18 @@ def test_engine(layout: str, tmp_path: Path) -> None:
         )
         for i in range(10)
     }
-    core = load_core(EngineOptions(model=str(folder), device="cuda", kv_memory_bytes=2**28, max_requests=64))
+    core = load_core(
+        EngineOptions(model=str(folder), device="cuda", kv_memory_bytes=2**28, max_requests=64)
+    )
     seen = ask(core, requests)
     for name in ("r0", "r4", "r9"):
         assert ask(core, {name: requests[name]})[name] == seen[name], name
-    other = ask(load_core(EngineOptions(model=str(folder), device="cpu", kv_memory_bytes=2**26, max_requests=64)), requests)
+    other = ask(
+        load_core(
+            EngineOptions(model=str(folder), device="cpu", kv_memory_bytes=2**26, max_requests=64)
+        ),
+        requests,
+    )
     for name in requests:  # before answers part, at tokens that are nearly as likely
         first, theirs = seen[name][1][0], other[name][1][0]
         assert abs(first.logprob - theirs.logprob) < 0.1, f"{name}: a CPU's first token"

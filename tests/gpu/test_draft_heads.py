@@ -1,4 +1,5 @@
-"""Draft heads and trees of drafts on the GPU at hand: tokens and log probabilities are those without them."""
+"""Draft heads and trees of drafts on the GPU at hand: tokens and log probabilities are those
+without them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def requests(num_out: int = 48) -> dict[str, Any]:
         "greedy": (prompt(1, 90), greedy),
         "over a split": (prompt(2, 495), greedy),
         "seeded": (prompt(3, 500), SamplingParams(seed=5, logprobs=1, **sampled)),
-        "restricted": (prompt(4, 300), SamplingParams(seed=6, top_k=40, top_p=0.9, min_tokens=9, logit_bias={5: 2.0}, **sampled)),
+        "restricted": (
+            prompt(4, 300),
+            SamplingParams(
+                seed=6, top_k=40, top_p=0.9, min_tokens=9, logit_bias={5: 2.0}, **sampled
+            ),
+        ),
         "penalties": (prompt(5, 60), SamplingParams(seed=7, repetition_penalty=1.2, **sampled)),
         "long": (prompt(6, 1100), greedy),
     }
@@ -39,7 +45,12 @@ def requests(num_out: int = 48) -> dict[str, Any]:
 def counting(core: EngineCore) -> Callable[[], tuple[int, int]]:
     assert core.part(Drafting)
     seen = watch(core)
-    verified = lambda: [one for event in seen if isinstance(event, events.DraftsVerified) for one in event.of]  # noqa: E731
+
+    def verified():
+        return [
+            one for event in seen if isinstance(event, events.DraftsVerified) for one in event.of
+        ]
+
     return lambda: (sum(one[1] for one in verified()), sum(one[2] for one in verified()))
 
 
@@ -60,7 +71,8 @@ def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     assert alone["greedy"] == expected["greedy"]
     write_heads(tmp_path / "heads", plain, 2000)
     known = {tuple(tokens): expected[key][0] for key, (tokens, _) in asked.items()}
-    branching = {key: one for key, one in asked.items() if key != "penalties"}  # which look at a row's tokens
+    # which look at a row's tokens
+    branching = {key: one for key, one in asked.items() if key != "penalties"}
     for name in HEADS:
         core = make_core(tmp_path, name)
         assert_same(core, expected, asked)

@@ -31,14 +31,19 @@ def test_embeddings_and_scores(name: str, tmp_path: Path) -> None:
     with nothing_compiles():
         together = ask(core, texts, how, pair_start)
         for i in range(len(texts)):
-            assert ask(core, [texts[i]], how, pair_start) == [together[i]], f"{name}: {lens[i]} tokens alone"
+            assert ask(core, [texts[i]], how, pair_start) == [together[i]], (
+                f"{name}: {lens[i]} tokens alone"
+            )
         others = make_texts(300, 7)
-        assert ask(core, [*others, *texts], how, pair_start)[len(others) :] == together, f"{name}: among 300 others"
+        assert ask(core, [*others, *texts], how, pair_start)[len(others) :] == together, (
+            f"{name}: among 300 others"
+        )
     assert isinstance(core.runner, CudaEncoder)
     if how == "score":
         types = [torch.tensor([[int(at >= 1) for at in range(len(ids))]]) for ids in texts]
         expected = [
-            reference(torch.tensor([ids]), token_type_ids=kind).logits.sigmoid() for ids, kind in zip(texts, types, strict=True)
+            reference(torch.tensor([ids]), token_type_ids=kind).logits.sigmoid()
+            for ids, kind in zip(texts, types, strict=True)
         ]
         worst = max(abs(one.item() - mine[0]) for one, mine in zip(expected, together, strict=True))
         assert worst <= _SCORE, f"{name}: a score is off by {worst}"

@@ -24,9 +24,15 @@ def reference(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.
     for expert in range(EXPERTS):
         tokens, rank = (experts == expert).nonzero(as_tuple=True)
         if len(tokens):
-            gate, up = (x[tokens].float() @ gate_up[expert].float().T).bfloat16().float().chunk(2, 1)
+            gate, up = (
+                (x[tokens].float() @ gate_up[expert].float().T).bfloat16().float().chunk(2, 1)
+            )
             inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            out.index_add_(0, tokens, (inner @ down[expert].float().T).bfloat16().float() * shares[tokens, rank][:, None])
+            out.index_add_(
+                0,
+                tokens,
+                (inner @ down[expert].float().T).bfloat16().float() * shares[tokens, rank][:, None],
+            )
     return out
 
 
@@ -49,7 +55,11 @@ def test_tokens() -> None:
         padded = num + 3 if num < 8192 else num
         nan_x, nan_logits = (torch.full((3, width), math.nan, device="cuda", dtype=dtype) for width, dtype in
                              ((HIDDEN, torch.bfloat16), (EXPERTS, torch.float32)))  # fmt: skip
-        beside = run(torch.cat([x[some], nan_x]), torch.cat([logits[some], nan_logits]), weights)[:num] if padded > num else out
+        beside = (
+            run(torch.cat([x[some], nan_x]), torch.cat([logits[some], nan_logits]), weights)[:num]
+            if padded > num
+            else out
+        )
         equal, equal_padded = torch.equal(out, whole[some]), torch.equal(beside, whole[some])
         assert error < 0.006, (num, float(error), float(worst))
         assert equal, num
@@ -63,9 +73,21 @@ def test_options() -> None:
     generator = torch.Generator("cuda").manual_seed(5)
     new = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
     biases, shared = (new(EXPERTS, 2 * INNER), new(EXPERTS, HIDDEN)), new(300, HIDDEN)
-    for scoring, renormalise in (("softmax_then_topk", False), ("softmax_then_topk", True), ("topk_then_softmax", False)):
-        call = partial(moe.moe, top_k=TOP_K, renormalise=renormalise, act="gelu_tanh", scoring=scoring)
-        call = partial(call, gate_up_E2IH=weights[0], down_EHI=weights[1], gate_up_bias_E2I=biases[0], down_bias_EH=biases[1])
+    for scoring, renormalise in (
+        ("softmax_then_topk", False),
+        ("softmax_then_topk", True),
+        ("topk_then_softmax", False),
+    ):
+        call = partial(
+            moe.moe, top_k=TOP_K, renormalise=renormalise, act="gelu_tanh", scoring=scoring
+        )
+        call = partial(
+            call,
+            gate_up_E2IH=weights[0],
+            down_EHI=weights[1],
+            gate_up_bias_E2I=biases[0],
+            down_bias_EH=biases[1],
+        )
         whole = call(x[:300], logits[:300], shared_TH=shared)
         alone = [call(x[i : i + n].clone(), logits[i : i + n].clone(), shared_TH=shared[i : i + n].clone())
                  for i, n in ((7, 1), (20, 3), (40, 20))]  # fmt: skip
@@ -105,8 +127,15 @@ def test_scores() -> None:
             shared_size=shared_size,
         )  # fmt: skip
         logits = torch.randn(300, num_experts, device="cuda", generator=generator) * 2
-        bias = torch.randn(num_experts, device="cuda", generator=generator) * 0.1 if routing.has_bias else None
-        made, expected = score_experts(logits, spec, bias), score_experts_reference(logits, spec, bias)
+        bias = (
+            torch.randn(num_experts, device="cuda", generator=generator) * 0.1
+            if routing.has_bias
+            else None
+        )
+        made, expected = (
+            score_experts(logits, spec, bias),
+            score_experts_reference(logits, spec, bias),
+        )
         assert_close(made, expected, rtol=1e-5, atol=1e-7)
         for i in (0, 7, 299):
             assert torch.equal(score_experts(logits[i : i + 1].clone(), spec, bias)[0], made[i]), i

@@ -1,4 +1,5 @@
-"""Every GPU kernel held against its reference on the GPU at hand, and bit for bit against itself in other batches."""
+"""Every GPU kernel held against its reference on the GPU at hand, and bit for bit against itself in
+other batches."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tidemill.kernels.cuda.attention_lists import BLOCK, Lists
 from tidemill.kernels.cuda.gemm import MANY, WARP_SPECIALIZED, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
-from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
+from tidemill.kernels.norm import (
+    add_layer_norm_reference,
+    add_rms_norm_reference,
+    post_norm_reference,
+    qk_norm_reference,
+)
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 
@@ -33,7 +39,10 @@ def test_elementwise() -> None:
         x, residual = torch.randn(2, 300, width, device="cuda", dtype=torch.bfloat16).unbind()
         weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
         mine, other = residual.clone(), residual.clone()
-        out, expected = norm.add_rms_norm(x, mine, weight, 1e-5), add_rms_norm_reference(x, other, weight, 1e-5)
+        out, expected = (
+            norm.add_rms_norm(x, mine, weight, 1e-5),
+            add_rms_norm_reference(x, other, weight, 1e-5),
+        )
         assert torch.equal(mine, other)
         assert (out - expected).float().abs().max() <= 2**-7 * expected.float().abs().max()
         alone = norm.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
@@ -42,9 +51,14 @@ def test_elementwise() -> None:
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
     paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
     out, expected = glu.glu(paired, "silu"), glu_reference(both)
-    assert (glu.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
+    assert (
+        glu.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")
+    ).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
-    out, expected = glu.activate(gate, "gelu_tanh").float(), F.gelu(gate.float(), approximate="tanh")
+    out, expected = (
+        glu.activate(gate, "gelu_tanh").float(),
+        F.gelu(gate.float(), approximate="tanh"),
+    )
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
@@ -52,7 +66,9 @@ def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     """Those that few models have."""
     bias = torch.randn_like(weight)
     qkv = torch.cat([x, residual[:, :256], residual[:, :256]], 1)
-    kinds: tuple[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], tuple[Any, ...]], ...] = (
+    kinds: tuple[
+        tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], tuple[Any, ...]], ...
+    ] = (
         (norm.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
         (norm.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
         (norm.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
@@ -60,7 +76,10 @@ def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     )
     for ours, reference, given in kinds:
         exact = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
-        lone = [one[7:8].clone() if isinstance(one, torch.Tensor) and one.dim() == 2 else one for one in given]
+        lone = [
+            one[7:8].clone() if isinstance(one, torch.Tensor) and one.dim() == 2 else one
+            for one in given
+        ]
         alone, expected = ours(*lone).clone(), reference(*exact)
         out = ours(*(one.clone() if isinstance(one, torch.Tensor) else one for one in given))
         assert (out.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), ours
@@ -81,8 +100,16 @@ def test_gemm() -> None:
         expected = glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))
         assert (gated.float() - expected).abs().max() < 2**-6 * expected.abs().max()
         for rows in (1, 2, 16, 17, 63, 64, 100, 128, 256, 1000, 2048):
-            assert torch.equal(gemm(x[:rows].contiguous(), weight), whole[:rows]), (num_out, num_in, rows)
-            assert library_agrees(rows, num_out, num_in, x.device) or rows < 64, (num_out, num_in, rows)
+            assert torch.equal(gemm(x[:rows].contiguous(), weight), whole[:rows]), (
+                num_out,
+                num_in,
+                rows,
+            )
+            assert library_agrees(rows, num_out, num_in, x.device) or rows < 64, (
+                num_out,
+                num_in,
+                rows,
+            )
         for tile in itertools.chain.from_iterable(TILES.values()):
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
@@ -98,13 +125,23 @@ def test_the_librarys_matmul_is_taken_only_where_it_has_our_bits(num_in: int) ->
         whole = gemm(x, weight)
         for rows in (16, 33, 64, 65, 100, 128, 200, 256, 512, 1024):
             if library_agrees(rows, num_out, num_in, x.device):
-                assert torch.equal(F.linear(x[:rows].clone(), weight), whole[:rows]), (num_out, rows)
+                assert torch.equal(F.linear(x[:rows].clone(), weight), whole[:rows]), (
+                    num_out,
+                    rows,
+                )
 
 
 def test_gemm_warp_specialized() -> None:
     """The kernel for many rows: the bits of the other one."""
     torch.manual_seed(0)
-    for num_out, num_in in ((6144, 4096), (28672, 4096), (4096, 14336), (1008, 1024), (1040, 1032), (272, 72)):
+    for num_out, num_in in (
+        (6144, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (1008, 1024),
+        (1040, 1032),
+        (272, 72),
+    ):
         weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) / num_in**0.5
         x = torch.randn(2048, num_in, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16)
@@ -116,9 +153,15 @@ def test_gemm_warp_specialized() -> None:
 
 
 def test_tuning(tmp_path: Path) -> None:
-    """A shape that no table knows: searched once, kept for the next start, the same bits whatever is found."""
+    """A shape that no table knows: searched once, kept for the next start, the same bits whatever
+    is found."""
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
-        for act, num_out, num_in in (("", 5120, 2560), ("", 2560, 4096), ("silu", 19456, 2560), ("", 2560, 9728)):
+        for act, num_out, num_in in (
+            ("", 5120, 2560),
+            ("", 2560, 4096),
+            ("silu", 19456, 2560),
+            ("", 2560, 9728),
+        ):
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
             before = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
@@ -126,7 +169,12 @@ def test_tuning(tmp_path: Path) -> None:
             after = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         kept = json.loads((tmp_path / "tidemill" / "tiles.json").read_text())
-        assert list(kept[torch.cuda.get_device_name()]) == ["5120x2560", "2560x4096", "19456x2560", "2560x9728"]
+        assert list(kept[torch.cuda.get_device_name()]) == [
+            "5120x2560",
+            "2560x4096",
+            "19456x2560",
+            "2560x9728",
+        ]
 
 
 def test_attention() -> None:
@@ -144,16 +192,25 @@ def test_attention() -> None:
             assert off < (0.04 if "scale" in more else 0.02), (heads, row, float(off))
             cut = length // 3
             if cut > 1:
-                parts = torch.cat([scene.run([(row, 0, cut)]), scene.run([(row, cut, length - cut)])])
+                parts = torch.cat(
+                    [scene.run([(row, 0, cut)]), scene.run([(row, cut, length - cut)])]
+                )
                 assert torch.equal(parts, whole[row]), "in two chunks"
         together = scene.run([(row, 0, length) for row, length in enumerate(lengths)], extra=3)
         assert torch.equal(together, torch.cat(whole)), "all together"
-        every = scene.run([(row, at, 1) for row, length in enumerate(lengths) for at in range(length)], extra=7)
+        every = scene.run(
+            [(row, at, 1) for row, length in enumerate(lengths) for at in range(length)], extra=7
+        )
         assert torch.equal(every, torch.cat(whole)), "token by token"
-        last, expected = [(row, length - 1, 1) for row, length in enumerate(lengths)], torch.stack([out[-1] for out in whole])
+        last, expected = (
+            [(row, length - 1, 1) for row, length in enumerate(lengths)],
+            torch.stack([out[-1] for out in whole]),
+        )
         assert torch.equal(scene.run(last), expected), "last tokens"
         for is_alone in (False, True):
-            assert torch.equal(torch.cat([scene.run([one], alone=is_alone) for one in last]), expected), "one by one"
+            assert torch.equal(
+                torch.cat([scene.run([one], alone=is_alone) for one in last]), expected
+            ), "one by one"
     lengths = [1100] * 40 + [700, 2000, 1500]
     plain: dict[str, Any] = {}
     for more in (plain, everything):
@@ -167,18 +224,31 @@ def test_attention() -> None:
 
 
 def test_early() -> None:
-    """The kernel that enters keys lets attention in: nothing may be read too early. Layers in a graph, many times."""
+    """The kernel that enters keys lets attention in: nothing may be read too early. Layers in a
+    graph, many times."""
     for lengths in ([385], [512], [65], [1400], [385, 64, 700, 1]):
         scene = Scene(lengths, 32, 8, 128, layers=8)
         work, lists = scene.prepare([(row, length - 1, 1) for row, length in enumerate(lengths)])
         lists.alone = len(lengths) == 1
         positions = torch.from_numpy(work.positions).cuda()
-        page = scene.table[torch.arange(len(lengths), device="cuda"), positions.long() // BLOCK].long()
+        page = scene.table[
+            torch.arange(len(lengths), device="cuda"), positions.long() // BLOCK
+        ].long()
         slots = page * BLOCK + positions % BLOCK
         angle = torch.randn(max(lengths), scene.dim // 2, device="cuda")
         source, qkv = scene.qkv[: len(lengths)].contiguous(), scene.qkv[: len(lengths)].clone()
         outs = [source.new_zeros(len(source), scene.heads * scene.dim) for _ in range(8)]
-        step = partial(_attend_layers, scene, lists, positions, slots, Angles(angle.cos(), angle.sin()), source, qkv, outs)
+        step = partial(
+            _attend_layers,
+            scene,
+            lists,
+            positions,
+            slots,
+            Angles(angle.cos(), angle.sin()),
+            source,
+            qkv,
+            outs,
+        )
         graphs = []
         for few in (0, launch.FEW):
             with mock.patch.object(launch, "FEW", few):
@@ -188,7 +258,11 @@ def test_early() -> None:
                 with torch.cuda.graph(graphs[-1]):
                     step()
         for seed in range(50):
-            source.copy_(torch.randn(source.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
+            source.copy_(
+                torch.randn(
+                    source.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
+                )
+            )
             made = []
             for graph in graphs:
                 graph.replay()
@@ -217,7 +291,10 @@ def test_flash() -> None:
         out, first = scene.run(items, by_flash=True), 0
         for item in items:
             expected = scene.expected(*item)
-            assert (out[first : first + item[2]].float() - expected).abs().max() < 0.02, (heads, item)
+            assert (out[first : first + item[2]].float() - expected).abs().max() < 0.02, (
+                heads,
+                item,
+            )
             first += item[2]
 
 
@@ -226,12 +303,17 @@ def test_heads() -> None:
     qkv = torch.randn(40, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     cache = torch.zeros(10, 3, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
     cos, sin = (t.cuda() for t in rope_tables(*rope_frequencies(dim, 1e6, None), 100))
-    positions, slots = torch.arange(40, dtype=torch.int32, device="cuda"), torch.randperm(160, device="cuda")[:40]
+    positions, slots = (
+        torch.arange(40, dtype=torch.int32, device="cuda"),
+        torch.randperm(160, device="cuda")[:40],
+    )
     q_norm, k_norm = torch.randn(2, dim, device="cuda", dtype=torch.bfloat16).unbind()
     for learned in (None, HeadWeights(q_norm, k_norm, 1e-6)):
         given = qkv.view(40, -1, dim).clone()
         out = qkv.clone()
-        kv_write.enter_heads(out, cache, 2, positions, slots, Angles(cos, sin), heads, learned or PLAIN)
+        kv_write.enter_heads(
+            out, cache, 2, positions, slots, Angles(cos, sin), heads, learned or PLAIN
+        )
         q, k, v = given.split([heads, kv_heads, kv_heads], 1)
         if learned:
             q, k = F.rms_norm(q, (dim,), q_norm, 1e-6), F.rms_norm(k, (dim,), k_norm, 1e-6)
@@ -243,7 +325,8 @@ def test_heads() -> None:
 
 
 def test_sampling() -> None:
-    """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any batch."""
+    """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in
+    any batch."""
     torch.manual_seed(0)
     logits = torch.randn(8, 128256, device="cuda") * 3
     for settings in (
@@ -257,17 +340,26 @@ def test_sampling() -> None:
         restrict_min_p(theirs, [math.exp(settings.get("log_min_p", -math.inf))] * 8)
         restrict_typical(theirs, [settings.get("typical_p", 1.0)] * 8)
         assert (kept != theirs.isinf()).sum() <= 8, f"{settings}: more than a sum's last bits"
-        assert torch.equal(~kept_logits(logits[3:4].contiguous(), 0.8, **settings), kept[3:4]), f"{settings}: alone"
+        assert torch.equal(~kept_logits(logits[3:4].contiguous(), 0.8, **settings), kept[3:4]), (
+            f"{settings}: alone"
+        )
     num, few = 20000, torch.randn(20, device="cuda")
     draws = torch.zeros(num, 3, dtype=torch.int32, device="cuda")
     draws[:, 0], draws[:, 1] = int(np.float32(1.0).view(np.int32)), torch.arange(num)
     tokens = torch.zeros(num, 8, dtype=torch.int32, device="cuda")
-    rows, positions = torch.arange(num, dtype=torch.int32, device="cuda"), torch.full((num,), 3, dtype=torch.int32, device="cuda")
-    drawn = sampling.pick_tokens(few.expand(num, -1).contiguous(), rows, rows, positions, draws, tokens)
+    rows, positions = (
+        torch.arange(num, dtype=torch.int32, device="cuda"),
+        torch.full((num,), 3, dtype=torch.int32, device="cuda"),
+    )
+    drawn = sampling.pick_tokens(
+        few.expand(num, -1).contiguous(), rows, rows, positions, draws, tokens
+    )
     seen = torch.bincount(drawn, minlength=20) / num
     assert (seen - few.softmax(-1)).abs().max() < 0.015
     assert torch.equal(tokens[:, 4], drawn)
-    alone = sampling.pick_tokens(few[None].contiguous(), rows[77:78], rows, positions, draws, tokens)
+    alone = sampling.pick_tokens(
+        few[None].contiguous(), rows[77:78], rows, positions, draws, tokens
+    )
     assert alone[0] == drawn[77]
 
 

@@ -1,4 +1,5 @@
-"""KV policies on the GPU at hand: attention against the torch reference, and the same bits in any batch."""
+"""KV policies on the GPU at hand: attention against the torch reference, and the same bits in any
+batch."""
 
 from __future__ import annotations
 
@@ -36,14 +37,21 @@ HEADS, KV_HEADS, DIM, PAGE, PROMPT, NUM = 8, 2, 128, 64, 700, 712
 
 
 def attended(kind: str, cuts: list[int], qkv: torch.Tensor, device: str) -> torch.Tensor:
-    """A row with the policy beside one without, two layers; the first layer's results and the second's."""
+    """A row with the policy beside one without, two layers; the first layer's results and the
+    second's."""
     policy = settle(read_policy(GIVEN[kind]), PROMPT, NUM - PROMPT, 1024)
-    angles = Angles(*(one.to(device) for one in rope_tables(*rope_frequencies(DIM, 1e4, None), 1024)))
-    spec = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, rotation=None, scale=DIM**-0.5)
+    angles = Angles(
+        *(one.to(device) for one in rope_tables(*rope_frequencies(DIM, 1e4, None), 1024))
+    )
+    spec = AttentionSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, rotation=None, scale=DIM**-0.5
+    )
     cache = torch.zeros(24, 2, 2, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16, device=device)
     table = torch.zeros(3, 16, dtype=torch.int32)
     table[0], table[1, 0] = torch.from_numpy(np.random.default_rng(0).permutation(20)[:16] + 1), 22
-    kv = PagedKV(cache, [table.to(device)], (spec, spec), [angles, angles], one_group(2, PAGE).places)
+    kv = PagedKV(
+        cache, [table.to(device)], (spec, spec), [angles, angles], one_group(2, PAGE).places
+    )
     group, made = HEADS // KV_HEADS, []
     roles = device == "cuda" and attention_lists.by_roles((spec,))
     partial = torch.empty(2**12, HEADS, DIM + 2, device=device)
@@ -68,7 +76,9 @@ def attended(kind: str, cuts: list[int], qkv: torch.Tensor, device: str) -> torc
             slots = torch.from_numpy(np.where(places < 0, -1, where)[None].astype(np.int64))
             step = plan_policies(kv, rounds, torch.from_numpy(positions), slots)  # type: ignore[assignment]
             given = given.float()
-        made.append(torch.cat([step.attend(layer, given.clone())[2:].float().cpu() for layer in (0, 1)], 1))
+        made.append(
+            torch.cat([step.attend(layer, given.clone())[2:].float().cpu() for layer in (0, 1)], 1)
+        )
     return torch.cat(made)
 
 
@@ -77,7 +87,10 @@ def test_kernels(kind: str) -> None:
     """Near the torch reference on the CPU; the same bits token by token and in chunks."""
     torch.manual_seed(0)
     qkv = (torch.randn(NUM, (HEADS + 2 * KV_HEADS) * DIM) * 1.5).bfloat16()
-    whole, pieces = [0, 301, PROMPT, *range(PROMPT + 1, NUM + 1)], [0, 64, 65, 333, 690, NUM - 5, NUM]
+    whole, pieces = (
+        [0, 301, PROMPT, *range(PROMPT + 1, NUM + 1)],
+        [0, 64, 65, 333, 690, NUM - 5, NUM],
+    )
     found = attended(kind, whole, qkv, "cuda")
     assert torch.equal(attended(kind, pieces, qkv, "cuda"), found), "other cuts, other bits"
     expected = attended(kind, [0, NUM] if kind != "snapkv" else [0, PROMPT, NUM], qkv, "cpu")
@@ -91,10 +104,19 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineCore]:
     random_llama(folder)
 
     def core(**options: Any) -> EngineCore:
-        given: dict[str, Any] = {"kv_memory_bytes": 2**27, "max_requests": 64, "speculate": "off", "max_context": 2048} | options
+        given: dict[str, Any] = {
+            "kv_memory_bytes": 2**27,
+            "max_requests": 64,
+            "speculate": "off",
+            "max_context": 2048,
+        } | options
         return load_core(EngineOptions(model=str(folder), kv_policy="full", **given))
 
-    return {"": core(), "in chunks of 64": core(token_budget=64), "preempted": core(kv_memory_bytes=2**22, max_context=1024)}
+    return {
+        "": core(),
+        "in chunks of 64": core(token_budget=64),
+        "preempted": core(kv_memory_bytes=2**22, max_context=1024),
+    }
 
 
 @pytest.mark.parametrize("kind", GIVEN)
@@ -105,12 +127,23 @@ def test_engine(kind: str, engines: dict[str, EngineCore]) -> None:
     def ids(num: int) -> list[int]:
         return [draw.randrange(2000) for _ in range(num)]
 
-    prompt, plain = ids(PROMPT), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
+    prompt, plain = (
+        ids(PROMPT),
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1),
+    )
     others = {f"o{i}": (ids(1 + (i * 37) % 900), plain) for i in range(40)}
     engine = engines[""]
-    alone = {name: ask(engine, {name: one})[name] for name, one in itertools.islice(others.items(), 8)}
+    alone = {
+        name: ask(engine, {name: one})[name] for name, one in itertools.islice(others.items(), 8)
+    }
     without = ask(engine, {"x": (prompt, plain)})["x"]
-    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1, kv_policy=read_policy(GIVEN[kind]))
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=80,
+        ignore_eos=True,
+        logprobs=1,
+        kv_policy=read_policy(GIVEN[kind]),
+    )
     x = {"x": (prompt, params)}
     with nothing_compiles():
         lone = ask(engine, x)["x"]

@@ -26,7 +26,8 @@ from tidemill.weights.lora import LoraPair
 
 
 def test_kernels() -> None:
-    """Against float64, in bfloat16; a token alone has the bits that it has among others, whoever adds."""
+    """Against float64, in bfloat16; a token alone has the bits that it has among others, whoever
+    adds."""
     torch.manual_seed(0)
     device, num_slots, num = torch.device("cuda"), 9, 300
     for num_in, outs, act in (*SHAPES, (576, {"q": 576, "k": 192, "v": 192}, "")):
@@ -36,7 +37,9 @@ def test_kernels() -> None:
         for rank in (16, 8, 1, 64, 256, 33, 16, 16):
             pairs = {
                 name: LoraPair(
-                    (torch.randn(rank, num_in) / num_in**0.5).bfloat16(), (torch.randn(size, rank) / rank**0.5).bfloat16(), 0.7
+                    (torch.randn(rank, num_in) / num_in**0.5).bfloat16(),
+                    (torch.randn(size, rank) / rank**0.5).bfloat16(),
+                    0.7,
                 )
                 for name, size in outs.items()
                 if rank != 8 or name != "k"
@@ -68,17 +71,23 @@ def test_kernels() -> None:
 
 
 def test_down_behind_gate_and_up() -> None:
-    """The kernel behind gate and up also multiplies for `down`: against the kernel that does it otherwise, and a token alone."""
+    """The kernel behind gate and up also multiplies for `down`: against the kernel that does it
+    otherwise, and a token alone."""
     device, num_slots, num = torch.device("cuda"), 9, 300
     slots = np.random.default_rng(0).integers(-1, num_slots, num)
     (gates, downs), lists = (SHAPES[2], SHAPES[3]), Lists(num_slots, 512)
-    made = [CudaLora(num_in, outs, lists, num_slots, 64, act, device, torch.bfloat16) for num_in, outs, act in (gates, downs)]
+    made = [
+        CudaLora(num_in, outs, lists, num_slots, 64, act, device, torch.bfloat16)
+        for num_in, outs, act in (gates, downs)
+    ]
     weights = []
     for one, (num_in, outs, act) in zip(made, (gates, downs), strict=True):
         for slot, rank in enumerate((16, 8, 1, 64, 33, 16, 16, 16, 16)):
             pairs = {
                 name: LoraPair(
-                    (torch.randn(rank, num_in) / num_in**0.5).bfloat16(), (torch.randn(size, rank) / rank**0.5).bfloat16(), 0.7
+                    (torch.randn(rank, num_in) / num_in**0.5).bfloat16(),
+                    (torch.randn(size, rank) / rank**0.5).bfloat16(),
+                    0.7,
                 )
                 for name, size in outs.items()
             }
@@ -123,7 +132,9 @@ def _expected(
             rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(x.device)
             if name in pairs:
                 low = x[rows].double() @ pairs[name].down_RK.to(x.device).double().t()
-                made[rows, columns] += pairs[name].scale * low @ pairs[name].up_NR.to(x.device).double().t()
+                made[rows, columns] += (
+                    pairs[name].scale * low @ pairs[name].up_NR.to(x.device).double().t()
+                )
         first += size
     if act:
         gate, up = made[:, 0::2], made[:, 1::2]
@@ -141,7 +152,9 @@ def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> lis
         output, failed = core.step()
         assert not failed, failed
         for delta in output.deltas:
-            made[int(delta.request_id)] += [(entry.token_id, entry.logprob) for entry in delta.logprobs or []]
+            made[int(delta.request_id)] += [
+                (entry.token_id, entry.logprob) for entry in delta.logprobs or []
+            ]
     return made
 
 
@@ -156,7 +169,9 @@ def test_answers(tmp_path: Path) -> None:
     )  # fmt: skip
     core = load_core(options)
     for i in range(num_adapters):
-        core.part(AdapterStore).load_now(1 + i, f"a{i}", str(make_adapter(core, tmp_path / f"lora{i}", 16, i)))
+        core.part(AdapterStore).load_now(
+            1 + i, f"a{i}", str(make_adapter(core, tmp_path / f"lora{i}", 16, i))
+        )
     prompts = [[(31 * i * i + 7 * k) % 1000 + 10 for k in range(20 + 37 * i)] for i in range(24)]
     requests = [(prompt, 24, i % (num_adapters + 1)) for i, prompt in enumerate(prompts)]
     core.scheduler.kv.clear_prefixes()

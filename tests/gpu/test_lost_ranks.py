@@ -1,5 +1,6 @@
-"""A rank that is lost ends its engine, and an engine that is lost frees its worker. Run by itself: what ends amid a kernel
-takes the GPU away from every process of the multi-process service, so this one must not use it."""
+"""A rank that is lost ends its engine, and an engine that is lost frees its worker. Run by itself:
+what ends amid a kernel takes the GPU away from every process of the multi-process service, so this
+one must not use it."""
 
 from __future__ import annotations
 
@@ -29,15 +30,27 @@ def _service(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    sizes = {"hidden_size": 512, "intermediate_size": 1400, "num_attention_heads": 8, "head_dim": 128}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1400,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+    }
     make_llama(folder, **sizes, vocab_size=2000, max_position_embeddings=2048)
     return folder
 
 
 @contextlib.contextmanager
 def computing(folder: Path, options: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """An engine in a process of its own, which its end ends: a GPU's state after a lost rank is not to be used."""
-    command = [sys.executable, "-m", "tests.gpu.ranks", str(folder), json.dumps(options | {"tensor_parallel": RANKS})]
+    """An engine in a process of its own, which its end ends: a GPU's state after a lost rank is not
+    to be used."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.ranks",
+        str(folder),
+        json.dumps(options | {"tensor_parallel": RANKS}),
+    ]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert engine.stdout is not None
     try:

@@ -24,13 +24,24 @@ def test_steps_in_halves_have_the_bits_of_whole_ones(tmp_path: Path) -> None:
     requests = {
         f"r{i}": (
             (common if i % 5 == 0 else []) + ids(1 + (i * 37) % 900),
-            SamplingParams(temperature=float(i % 2), max_tokens=10 + i % 50, seed=i, logprobs=2, ignore_eos=True),
+            SamplingParams(
+                temperature=float(i % 2),
+                max_tokens=10 + i % 50,
+                seed=i,
+                logprobs=2,
+                ignore_eos=True,
+            ),
         )
         for i in range(200)
     }
     seen = {}
     for how in ("off", "on"):
-        options = {"kv_memory_bytes": 2**29, "max_requests": 128, "token_budget": 512, "nano_batching": how}
+        options = {
+            "kv_memory_bytes": 2**29,
+            "max_requests": 128,
+            "token_budget": 512,
+            "nano_batching": how,
+        }
         core = load_core(EngineOptions(model=str(folder), **options))  # type: ignore[arg-type]
         runner: Any = core.runner
         cuts = dict(runner.microbatches.cuts)

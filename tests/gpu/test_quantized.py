@@ -1,4 +1,5 @@
-"""Matmuls of quantized weights on the GPU at hand: near float32, and the same bits at any number of rows, in any tile."""
+"""Matmuls of quantized weights on the GPU at hand: near float32, and the same bits at any number of
+rows, in any tile."""
 
 from __future__ import annotations
 
@@ -20,9 +21,19 @@ from tidemill.kernels.cuda import hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.norm import add_rms_norm
-from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed, unpack_reference
+from tidemill.kernels.cuda.packed_gemm import (
+    dequantize,
+    gemm_chunked,
+    gemm_packed,
+    unpack_reference,
+)
 from tidemill.kernels.cuda.rounding import Scaled
-from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
+from tidemill.kernels.cuda.scaled_gemm import (
+    ScaledTile,
+    gemm_scaled,
+    quantize_blocks,
+    quantize_rows,
+)
 from tidemill.types.sampling import SamplingParams
 
 
@@ -34,7 +45,11 @@ ROWS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 129, 192
 
 
 def check_invariance(
-    name: str, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor, bound: float
+    name: str,
+    call: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float,
 ) -> None:
     whole = call(x)
     wrong = [num for num in ROWS for at in (0, x.shape[0] - num)
@@ -61,11 +76,17 @@ class Check:
 
 def new_checks() -> Iterable[Check]:
     for num_out, num_in in ((4096, 4096), (1024, 14336), (1000, 208)):
-        for kind, dtype, blocks in (("fp8", FP8, False), ("int8", torch.int8, False), ("fp8 blocks", FP8, True)):
+        for kind, dtype, blocks in (
+            ("fp8", FP8, False),
+            ("int8", torch.int8, False),
+            ("fp8 blocks", FP8, True),
+        ):
             if blocks and num_in % 128:
                 continue
             weight = new_scaled(num_out, num_in, dtype, blocks)
-            quantize = partial(quantize_blocks if blocks else quantize_rows, dtype=dtype, padded=num_in)
+            quantize = partial(
+                quantize_blocks if blocks else quantize_rows, dtype=dtype, padded=num_in
+            )
             for out in (torch.bfloat16, torch.float32):
                 yield Check(
                     f"{kind} {num_out}x{num_in} {out}",
@@ -76,11 +97,18 @@ def new_checks() -> Iterable[Check]:
                     0.01,
                 )
     for name, how in FORMATS.items():
-        for num_out, num_in in ((1024, 4096), (4096, 14336)) if name in ("w4 g128", "w8 channel") else ((1024, 4096),):
+        for num_out, num_in in (
+            ((1024, 4096), (4096, 14336)) if name in ("w4 g128", "w8 channel") else ((1024, 4096),)
+        ):
             packed = new_packed(num_out, num_in, *how)
             exact, dense = unpack_reference(packed), dequantize(packed)
             yield Check(
-                f"{name} {num_out}x{num_in}", lambda x, w=packed: gemm_packed(x, w), num_in, torch.Tensor.float, exact, 0.005
+                f"{name} {num_out}x{num_in}",
+                lambda x, w=packed: gemm_packed(x, w),
+                num_in,
+                torch.Tensor.float,
+                exact,
+                0.005,
             )
             yield Check(
                 f"  {name} as bfloat16",
@@ -93,7 +121,8 @@ def new_checks() -> Iterable[Check]:
 
 
 def test_matmuls() -> None:
-    """Each kind near float32; the same bits at any number of rows; packed weights those of the bfloat16 that they stand for."""
+    """Each kind near float32; the same bits at any number of rows; packed weights those of the
+    bfloat16 that they stand for."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     checks = list(new_checks())
@@ -116,7 +145,8 @@ def test_matmuls() -> None:
     given = quantize_rows(torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16), FP8, 4096)
     for act in ("", "silu"):  # many rows are multiplied by roles
         ours, other = (
-            gemm_scaled(given, weight, torch.bfloat16, tile, act=act) for tile in (None, ScaledTile(128, 128, 128, 3, 4))
+            gemm_scaled(given, weight, torch.bfloat16, tile, act=act)
+            for tile in (None, ScaledTile(128, 128, 128, 3, 4))
         )
         assert torch.equal(ours, other), f"fp8, warp-specialized, {act}"
 
@@ -126,7 +156,12 @@ def test_warp_specialized() -> None:
     checks = [
         (name, new_packed(num_out, num_in, *FORMATS[name]), act)
         for name, shapes in {
-            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (4096, 4096, "silu"), (9216, 2048, "silu")),
+            "w4 g128": (
+                (1024, 4096, ""),
+                (4096, 14336, ""),
+                (4096, 4096, "silu"),
+                (9216, 2048, "silu"),
+            ),
             "w4 g128 zeros": ((1024, 4096, ""),),
             "w4 g32 offsets (Q4_K)": ((1024, 4096, ""), (9216, 2048, "silu")),
             "w8 channel": ((1024, 4096, ""),),
@@ -147,20 +182,36 @@ def test_warp_specialized() -> None:
         off: dict[Any, float] = {
             rows: round(error(made, expected[:rows].float()), 5)
             for rows in rows_to_check
-            if not torch.equal(made := hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, act=act), expected[:rows])
+            if not torch.equal(
+                made := hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, act=act),
+                expected[:rows],
+            )
         }
         for rows in () if act else rows_to_check:  # the norm behind it adds up
-            made, given = (torch.ones(rows, weight.num_out, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            made, given = (
+                torch.ones(rows, weight.num_out, device="cuda", dtype=torch.bfloat16)
+                for _ in range(2)
+            )
             learned = torch.ones(weight.num_out, device="cuda")
-            one = add_rms_norm(hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, leave=True), made, learned, 1e-5)
+            one = add_rms_norm(
+                hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, leave=True),
+                made,
+                learned,
+                1e-5,
+            )
             other = add_rms_norm(expected[:rows].contiguous(), given, learned, 1e-5)
-            off |= {} if torch.equal(made, given) and torch.equal(one, other) else {f"{rows} left": error(made, given.float())}
+            off |= (
+                {}
+                if torch.equal(made, given) and torch.equal(one, other)
+                else {f"{rows} left": error(made, given.float())}
+            )
         assert not off, f"{name} {weight.num_out}x{weight.num_in} {act}: other bits, {off}"
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4"])
 def test_engine(scheme: str, tmp_path: Path) -> None:
-    """Tokens and log probabilities of a small random Llama: alone, cached, among others and in chunks."""
+    """Tokens and log probabilities of a small random Llama: alone, cached, among others and in
+    chunks."""
     random_llama(tmp_path)
     draw = random.Random(0)
 
@@ -168,12 +219,21 @@ def test_engine(scheme: str, tmp_path: Path) -> None:
         return [draw.randrange(2000) for _ in range(num)]
 
     def core(**options: Any) -> Any:
-        given: dict[str, Any] = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
+        given: dict[str, Any] = {
+            "kv_memory_bytes": 2**28,
+            "max_requests": 256,
+            "quantization": scheme,
+        } | options
         return load_core(EngineOptions(model=str(tmp_path), **given))
 
-    x = {"x": (ids(700), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+    x = {
+        "x": (ids(700), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))
+    }
     others = {
-        f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
+        f"o{i}": (
+            ids(1 + (i * 37) % 900),
+            SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i),
+        )
         for i in range(255)
     }
     whole = core()

@@ -1,5 +1,5 @@
-"""Ranks of a model as processes that share the GPU at hand: run by themselves, since the multi-process service must be there
-before a process uses the GPU."""
+"""Ranks of a model as processes that share the GPU at hand: run by themselves, since the
+multi-process service must be there before a process uses the GPU."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def assert_alone_as_among_others(core: Any, requests: dict[str, Any], together: dict[str, Any], *names: str) -> None:
+def assert_alone_as_among_others(
+    core: Any, requests: dict[str, Any], together: dict[str, Any], *names: str
+) -> None:
     for name in names:
-        assert ask(core, {name: requests[name]})[name] == together[name], f"{name} alone and among others differ"
+        assert ask(core, {name: requests[name]})[name] == together[name], (
+            f"{name} alone and among others differ"
+        )
 
 
 def test_collectives() -> None:
@@ -46,7 +50,9 @@ def test_collectives() -> None:
 def test_tensor_parallel(tmp_path: Path) -> None:
     """As near to float32 as one process; the same bits alone, among others and in halves."""
     reference = random_llama(tmp_path)
-    options = EngineOptions(model=str(tmp_path), kv_memory_bytes=2**28, max_requests=64, tensor_parallel=RANKS)
+    options = EngineOptions(
+        model=str(tmp_path), kv_memory_bytes=2**28, max_requests=64, tensor_parallel=RANKS
+    )
     core, requests = load_core(options), some_requests(12)
     together = ask(core, requests)
     assert_alone_as_among_others(core, requests, together, "r0", "r5", "r10")
@@ -58,7 +64,8 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 
 
 def test_pipeline(tmp_path: Path) -> None:
-    """Stages on one GPU: the bits of one process, alone and among others; the last one also as of another host."""
+    """Stages on one GPU: the bits of one process, alone and among others; the last one also as of
+    another host."""
     random_llama(tmp_path)
     requests, answers = some_requests(), []
     with contextlib.ExitStack() as workers:
@@ -79,8 +86,11 @@ def test_hosts(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as workers:
         for is_remote in (False, True):
             given = workers.enter_context(other_host(tmp_path))[0] if is_remote else {}
-            given |= {"max_requests": 64, "nano_batching": "auto"}  # halves are tried before the ranks begin
-            core = small_core(tmp_path, tensor_parallel=RANKS, expert_parallel=kind == "experts", **given)
+            # halves are tried before the ranks begin
+            given |= {"max_requests": 64, "nano_batching": "auto"}
+            core = small_core(
+                tmp_path, tensor_parallel=RANKS, expert_parallel=kind == "experts", **given
+            )
             answers.append(ask(core, requests))
             assert_alone_as_among_others(core, requests, answers[-1], "r0", "r3")
             core.close()
@@ -103,13 +113,17 @@ def random_moe(folder: Path) -> Any:
 
 
 def test_experts(tmp_path: Path) -> None:
-    """Experts divided among ranks: as near to float32 as in one process, the same bits alone and among others."""
-    assert_as_near(random_moe(tmp_path), tmp_path, {}, {"tensor_parallel": RANKS, "expert_parallel": True})
+    """Experts divided among ranks: as near to float32 as in one process, the same bits alone and
+    among others."""
+    assert_as_near(
+        random_moe(tmp_path), tmp_path, {}, {"tensor_parallel": RANKS, "expert_parallel": True}
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "int8"])
 def test_quantized(kind: str, tmp_path: Path) -> None:
-    """Quantized weights, cut among ranks: as near to float32 as in one process, the same bits alone and among others."""
+    """Quantized weights, cut among ranks: as near to float32 as in one process, the same bits alone
+    and among others."""
     one = {"quantization": kind}
     assert_as_near(random_llama(tmp_path), tmp_path, one, one | {"tensor_parallel": RANKS})
 

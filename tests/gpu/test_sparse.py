@@ -16,7 +16,8 @@ from tidemill.types.sampling import SamplingParams
 
 
 def test_engine(tmp_path: Path) -> None:
-    """A small Llama, pruned to 2:4: the same bits alone and among others; sparse weights are served as such."""
+    """A small Llama, pruned to 2:4: the same bits alone and among others; sparse weights are served
+    as such."""
     folder = tmp_path
     random_llama(folder)
     path = folder / "model.safetensors"
@@ -34,10 +35,16 @@ def test_engine(tmp_path: Path) -> None:
         )
         for i in range(12)
     }
-    core = load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64, quantization="sparse24"))
+    core = load_core(
+        EngineOptions(
+            model=str(folder), kv_memory_bytes=2**28, max_requests=64, quantization="sparse24"
+        )
+    )
     seen = ask(core, requests)
     for name in ("r0", "r5", "r11"):
         assert ask(core, {name: requests[name]})[name] == seen[name], name
     model: Any = core.runner.model  # type: ignore[attr-defined]
-    kinds = {type(module.weight).__name__ for module in model.modules() if isinstance(module, Linear)}
+    kinds = {
+        type(module.weight).__name__ for module in model.modules() if isinstance(module, Linear)
+    }
     assert any("Sparse" in kind for kind in kinds), kinds

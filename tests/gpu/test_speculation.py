@@ -22,18 +22,37 @@ from tidemill.runner.spec import SLOPES
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     folder = tmp_path_factory.mktemp("speculation")
-    small = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
-    (folder / "config.json").write_text(json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 4}))
-    return load_core(EngineOptions(model=str(folder), load_format="dummy", max_context=8192, kv_memory_bytes=2**31))
+    small = {
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+    }
+    (folder / "config.json").write_text(
+        json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 4})
+    )
+    return load_core(
+        EngineOptions(
+            model=str(folder), load_format="dummy", max_context=8192, kv_memory_bytes=2**31
+        )
+    )
 
 
 def test_sampled(core: EngineCore) -> None:
-    """Seeded, with penalties; where steps wait for drafts to be verified, and where they follow them however often in vain."""
+    """Seeded, with penalties; where steps wait for drafts to be verified, and where they follow
+    them however often in vain."""
     draw = random.Random(1)
     prompts = [[draw.randrange(10, 1000) for _ in range(40)] * 3 for _ in range(6)]
     for params in (
         {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.0, "seed": 4, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {
+            "temperature": 1.0,
+            "seed": 4,
+            "top_p": 0.9,
+            "top_k": 40,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.3,
+        },
     ):
         core.use(*core.parts_but(Drafting))
         expected = run(core, prompts, 64, **params).answers
@@ -47,12 +66,33 @@ def test_sampled(core: EngineCore) -> None:
 
 
 def test_draft_model(tmp_path: Path) -> None:
-    """A model drafts for another with other random weights: hardly a draft is right, and the tokens are those without drafts."""
+    """A model drafts for another with other random weights: hardly a draft is right, and the tokens
+    are those without drafts."""
     folder = tmp_path
-    small = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
-    (folder / "config.json").write_text(json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 2, "head_dim": 128}))
-    options: dict[str, Any] = {"load_format": "dummy", "max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30}
-    core = load_core(EngineOptions(model=str(folder), draft_model=str(folder), max_drafts=4, adaptive_drafts=False, **options))
+    small = {
+        "num_hidden_layers": 4,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+    }
+    (folder / "config.json").write_text(
+        json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 2, "head_dim": 128})
+    )
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_context": 2048,
+        "max_requests": 16,
+        "kv_memory_bytes": 2**30,
+    }
+    core = load_core(
+        EngineOptions(
+            model=str(folder),
+            draft_model=str(folder),
+            max_drafts=4,
+            adaptive_drafts=False,
+            **options,
+        )
+    )
     drafting, draw = core.part(Drafting), random.Random(2)
     prompts = [[draw.randrange(10, 1000) for _ in range(20 + 150 * i)] for i in range(6)]
     for params in (

@@ -1,4 +1,5 @@
-"""Models with states of constant size on the GPU at hand: kernels, families, and the same bits in any batch."""
+"""Models with states of constant size on the GPU at hand: kernels, families, and the same bits in
+any batch."""
 
 from __future__ import annotations
 
@@ -40,8 +41,15 @@ def test_kernels(kind: str) -> None:
     assert torch.equal(torch.cat(parts), whole), f"{kind}: in chunks among others"
 
 
-_COMMON = {"vocab_size": 2000, "hidden_size": 512, "num_hidden_layers": 4, "pad_token_id": 0, "initializer_range": 0.05}
-_GROUPS = 2 if Version(transformers.__version__) >= Version("5.23") else 1  # before, it normed all groups together
+_COMMON = {
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "initializer_range": 0.05,
+}
+# before, it normed all groups together
+_GROUPS = 2 if Version(transformers.__version__) >= Version("5.23") else 1
 _KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 16, "conv_kernel": 4, "intermediate_size": 1024, "use_associative_scan": False},
@@ -58,9 +66,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
-    """Near Transformers; the same bits alone, cached, among others, in chunks, preempted, without graphs."""
+    """Near Transformers; the same bits alone, cached, among others, in chunks, preempted, without
+    graphs."""
     torch.manual_seed(0)
-    made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**_COMMON | FAMILIES[name]))
+    made = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**_COMMON | FAMILIES[name])
+    )
     for weight_name, weight in made.named_parameters():
         if "A_log" in weight_name:
             weight.data.uniform_(-2, 1.5)
@@ -76,7 +87,9 @@ def check_family(name: str, made: Any, folder: Path) -> None:
     model = with_weights(made, torch.bfloat16)
     model.save_pretrained(folder)
     reference = with_weights(model.cuda().eval(), torch.float32)
-    options = EngineOptions(model=str(folder), kv_memory_bytes=2**29, max_requests=64, max_context=2048)
+    options = EngineOptions(
+        model=str(folder), kv_memory_bytes=2**29, max_requests=64, max_context=2048
+    )
 
     def core(**more: Any) -> Any:
         return load_core(dataclasses.replace(options, **more))
@@ -88,18 +101,26 @@ def check_family(name: str, made: Any, folder: Path) -> None:
     assert_near(reference, whole, prompt)
     for params in (
         SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0.9, top_p=0.95, max_tokens=100, ignore_eos=True, logprobs=2, seed=3),
+        SamplingParams(
+            temperature=0.9, top_p=0.95, max_tokens=100, ignore_eos=True, logprobs=2, seed=3
+        ),
     ):
         x = {"x": (prompt, params)}
-        others = {f"o{i}": (ids(1 + 29 * i), SamplingParams(max_tokens=5 + i, seed=i)) for i in range(40)}
+        others = {
+            f"o{i}": (ids(1 + 29 * i), SamplingParams(max_tokens=5 + i, seed=i)) for i in range(40)
+        }
         with nothing_compiles():
             whole.scheduler.kv.clear_prefixes()
             lone = ask(whole, x)["x"]
             assert ask(whole, x)["x"] == lone, f"{name}: cached"
             whole.scheduler.kv.clear_prefixes()
             assert ask(whole, others | x)["x"] == lone, f"{name}: among others"
-        assert ask(core(token_budget=64, max_requests=32, prefix_caching=False), x)["x"] == lone, f"{name}: in chunks"
-        tight = core(kv_memory_bytes=6 * whole.config.layout.num_pages_for(900, 2048) * page_bytes(whole))
+        assert ask(core(token_budget=64, max_requests=32, prefix_caching=False), x)["x"] == lone, (
+            f"{name}: in chunks"
+        )
+        tight = core(
+            kv_memory_bytes=6 * whole.config.layout.num_pages_for(900, 2048) * page_bytes(whole)
+        )
         assert ask(tight, others | x)["x"] == lone, f"{name}: preempted"
         assert ask(without_graphs(core()), x)["x"] == lone, f"{name}: without graphs"
 

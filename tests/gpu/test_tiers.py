@@ -1,4 +1,5 @@
-"""Host memory, disk and another engine behind the KV cache of the GPU at hand: the same bits as without them."""
+"""Host memory, disk and another engine behind the KV cache of the GPU at hand: the same bits as
+without them."""
 
 from __future__ import annotations
 
@@ -35,10 +36,16 @@ def test_host_memory_and_disk(folder: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
 
     def core(**options: Any) -> EngineCore:
-        return load_core(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)))
+        return load_core(
+            EngineOptions(
+                model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)
+            )
+        )
 
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
-    asked = {f"x{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], greedy) for i in range(16)}
+    asked = {
+        f"x{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], greedy) for i in range(16)
+    }
     lone = ask(core(prefix_caching=False), asked)
     tight = {"kv_memory_bytes": 2**23, "max_context": 1024, "max_requests": 32}
     host = core(**tight, kv_host_memory_bytes=2**27)
@@ -62,13 +69,27 @@ def test_transfer(folder: Path) -> None:
     draw = random.Random(1)
 
     def core(**options: Any) -> EngineCore:
-        return load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**27, max_requests=32, token_budget=256, **options))
+        return load_core(
+            EngineOptions(
+                model=str(folder),
+                kv_memory_bytes=2**27,
+                max_requests=32,
+                token_budget=256,
+                **options,
+            )
+        )
 
     asked = {f"z{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], i) for i in range(16)}
-    drawn = {name: (ids, SamplingParams(max_tokens=30, seed=i, ignore_eos=True, logprobs=2)) for name, (ids, i) in asked.items()}
+    drawn = {
+        name: (ids, SamplingParams(max_tokens=30, seed=i, ignore_eos=True, logprobs=2))
+        for name, (ids, i) in asked.items()
+    }
     lone = ask(core(prefix_caching=False), drawn)
     first, second = core(kv_export="shm:gpu-check:256M"), core(kv_import="shm:gpu-check")
-    ask(first, {name: (ids, SamplingParams(max_tokens=1, seed=i)) for name, (ids, i) in asked.items()})
+    ask(
+        first,
+        {name: (ids, SamplingParams(max_tokens=1, seed=i)) for name, (ids, i) in asked.items()},
+    )
     assert ask(second, drawn) == lone, "pages of another engine"
     assert loads_of(second, Tier.PEER)
     for one in (first, second):
@@ -77,16 +98,27 @@ def test_transfer(folder: Path) -> None:
 
 
 def test_arrivals_and_aborts(folder: Path) -> None:
-    """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an engine without tiers."""
+    """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an
+    engine without tiers."""
     draw, num_steps = random.Random(2), 2000
     common = [[draw.randrange(2000) for _ in range(400)] for _ in range(12)]
-    options = EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=32, max_context=1024, token_budget=256)
+    options = EngineOptions(
+        model=str(folder),
+        kv_memory_bytes=2**23,
+        max_requests=32,
+        max_context=1024,
+        token_budget=256,
+    )
     core = load_core(EngineOptions(**(vars(options) | {"kv_host_memory_bytes": 2**26})))
     live: list[str] = []
     for step in range(num_steps):
         if len(live) < 48 and draw.random() < 0.4:
             prompt = draw.choice(common)[: draw.randrange(1, 400)] + [draw.randrange(2000)]
-            core.submit(Submit(f"s{step}", prompt, SamplingParams(max_tokens=draw.randrange(1, 60), seed=step)))
+            core.submit(
+                Submit(
+                    f"s{step}", prompt, SamplingParams(max_tokens=draw.randrange(1, 60), seed=step)
+                )
+            )
             live.append(f"s{step}")
         if live and draw.random() < 0.1:
             core.abort(Abort(live.pop(draw.randrange(len(live))), "stress"))
@@ -99,7 +131,8 @@ def test_arrivals_and_aborts(folder: Path) -> None:
     while core.has_work:
         core.step()
     asked = {
-        f"y{i}": (prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)) for i, prompt in enumerate(common)
+        f"y{i}": (prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        for i, prompt in enumerate(common)
     }
     assert ask(core, asked) == ask(load_core(options), asked)
     assert loads_of(core, Tier.HOST)

@@ -34,7 +34,9 @@ def test_vectors(tmp_path, monkeypatch):
 
     alone = run(core(), {"x": request(0)})["x"]
     crowded = core(token_budget=512, max_requests=16)
-    assert run(crowded, {f"o{i}": request(i) for i in range(1, 9)} | {"x": request(0)})["x"] == alone
+    assert (
+        run(crowded, {f"o{i}": request(i) for i in range(1, 9)} | {"x": request(0)})["x"] == alone
+    )
     assert run(crowded, {"x": request(0)})["x"] == alone  # from the prefix cache
     prompt, _, segments, contents = request(0)
     embedded = reference.model.embed_tokens(torch.tensor([prompt], device="cuda")).detach().clone()

@@ -1,4 +1,5 @@
-"""`--kv-layout virtual` on the GPU at hand: memory keeps what it holds, answers have the same bits in any batch."""
+"""`--kv-layout virtual` on the GPU at hand: memory keeps what it holds, answers have the same bits
+in any batch."""
 
 from __future__ import annotations
 
@@ -47,8 +48,14 @@ def test_answers() -> None:
     shape = MODELS["llama8b"] | {"num_hidden_layers": 4, "vocab_size": 32000}
     asked = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=1)
     drawn = SamplingParams(max_tokens=48, temperature=0.9, seed=5, ignore_eos=True, logprobs=1)
-    own = {"a": ([i % 31_000 for i in ids(700, 1)], asked), "b": ([i % 31_000 for i in ids(129, 2)], drawn)}
-    others = {f"o{i}": ([token % 31_000 for token in ids(1 + 97 * i % 900, 10 + i)], asked) for i in range(30)}
+    own = {
+        "a": ([i % 31_000 for i in ids(700, 1)], asked),
+        "b": ([i % 31_000 for i in ids(129, 2)], drawn),
+    }
+    others = {
+        f"o{i}": ([token % 31_000 for token in ids(1 + 97 * i % 900, 10 + i)], asked)
+        for i in range(30)
+    }
     options: Line = {"kv_memory_bytes": 2**31, "max_requests": 32, "max_context": 2048}
     core = engine(shape, kv_layout="virtual", **options)
     alone = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
@@ -62,14 +69,22 @@ def test_answers() -> None:
     assert memory_of(runner_of(core)).num_ahead
     del core
     free()
-    core = engine(shape, kv_layout="virtual", **options | {"token_budget": 64, "kv_memory_bytes": 32 * GRANULE})
+    core = engine(
+        shape,
+        kv_layout="virtual",
+        **options | {"token_budget": 64, "kv_memory_bytes": 32 * GRANULE},
+    )
     longer = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=1)
     made = run(core, own | {name: (prompt, longer) for name, (prompt, _) in others.items()})
     assert made["preempted"]
-    assert {name: made["answers"][name] for name in own} == alone, "in chunks of 64, in little memory"
+    assert {name: made["answers"][name] for name in own} == alone, (
+        "in chunks of 64, in little memory"
+    )
     del core
     free()
     core = engine(shape, **options)
     paged = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
     for name in own:
-        assert abs(alone[name][0][1] - paged[name][0][1]) < 0.05, "the first log probability beside paging's"
+        assert abs(alone[name][0][1] - paged[name][0][1]) < 0.05, (
+            "the first log probability beside paging's"
+        )

@@ -1,5 +1,5 @@
-"""Imported by a process of its own: launches of kernels are noted in `seen` instead of run, as what Triton would compile for them
-on an H200. Its own binder tells that without a GPU."""
+"""Imported by a process of its own: launches of kernels are noted in `seen` instead of run, as what
+Triton would compile for them on an H200. Its own binder tells that without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels compiled by other processes are found in Triton's cache by the process that needs them. For an H200; none is needed."""
+"""Kernels compiled by other processes are found in Triton's cache by the process that needs them.
+For an H200; none is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def test_compiled_elsewhere_and_found_here(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", _NEEDS_THREE_KERNELS], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _NEEDS_THREE_KERNELS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[True, True, True]", done.stdout + done.stderr

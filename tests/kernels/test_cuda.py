@@ -1,6 +1,7 @@
 """The GPU kernels without a GPU: interpreted against their references, and compiled for Hopper.
 
-The interpreter's bfloat16 arithmetic is wrong, so everything is float32 here; tests/gpu checks them in bfloat16 on a GPU.
+The interpreter's bfloat16 arithmetic is wrong, so everything is float32 here; tests/gpu checks them
+in bfloat16 on a GPU.
 """
 
 import json
@@ -37,7 +38,12 @@ from tidemill.kernels.cuda import (
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
+from tidemill.kernels.norm import (
+    add_layer_norm_reference,
+    add_rms_norm_reference,
+    post_norm_reference,
+    qk_norm_reference,
+)
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
@@ -51,23 +57,31 @@ def test_norm(width, with_x):
     mine, other = residual.clone(), residual.clone()
     given = x if with_x else None
     norms = norm.add_rms_norm, add_rms_norm_reference
-    out, expected = (op(given, one, weight, 1e-5) for op, one in zip(norms, (mine, other), strict=True))
+    out, expected = (
+        op(given, one, weight, 1e-5) for op, one in zip(norms, (mine, other), strict=True)
+    )
     assert torch.equal(mine, other)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
     mine, other = residual.clone(), residual.clone()
-    out, expected = (op(given, one, weight, 1e-5, 0.3) for op, one in zip(norms, (mine, other), strict=True))
+    out, expected = (
+        op(given, one, weight, 1e-5, 0.3) for op, one in zip(norms, (mine, other), strict=True)
+    )
     assert_close(mine, other, atol=1e-6, rtol=1e-6)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
     mine, other, bias = residual.clone(), residual.clone(), torch.randn(width)
     out = norm.add_layer_norm(given, mine, weight, bias, 1e-5)
-    assert_close(out, add_layer_norm_reference(given, other, weight, bias, 1e-5), atol=1e-5, rtol=1e-5)
+    assert_close(
+        out, add_layer_norm_reference(given, other, weight, bias, 1e-5), atol=1e-5, rtol=1e-5
+    )
     assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("width", [64, 100])
 def test_norms_after(width):
     x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
-    assert_close(norm.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5))
+    assert_close(
+        norm.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5)
+    )
     qkv, k_weight = torch.randn(5, width + 2 * 24), torch.randn(24)
     expected = qk_norm_reference(qkv, weight, k_weight, 1e-5)
     assert_close(norm.qk_norm(qkv, weight, k_weight, 1e-5), expected)
@@ -84,7 +98,9 @@ def test_glu(act):
     out = glu.glu(paired(gate_up.t()).t().contiguous(), act)
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
     if act != "swiglu_clamped":
-        assert_close(glu.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+        assert_close(
+            glu.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("act", sorted(ACTIVATIONS.keys() - {"swiglu_clamped"}))
@@ -94,18 +110,29 @@ def test_every_activation(act):
 
 
 def test_look_up():
-    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 26), dtype=torch.int32)
-    rows, positions = torch.randint(0, 4, (300,), dtype=torch.int32), torch.randint(0, 50, (300,), dtype=torch.int32)
+    tokens, pages = (
+        torch.randint(0, 99, (4, 50), dtype=torch.int32),
+        torch.randint(0, 99, (4, 26), dtype=torch.int32),
+    )
+    rows, positions = (
+        torch.randint(0, 4, (300,), dtype=torch.int32),
+        torch.randint(0, 50, (300,), dtype=torch.int32),
+    )
     ids, slots = look_up.look_up(rows, positions, tokens, list(pages.split(13, 1)), 4)
     assert torch.equal(ids, tokens[rows, positions])
     for group in range(2):
-        assert torch.equal(slots[group], pages[rows, 13 * group + positions // 4].long() * 4 + positions % 4)
+        assert torch.equal(
+            slots[group], pages[rows, 13 * group + positions // 4].long() * 4 + positions % 4
+        )
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_heads_enter_the_cache(has_norm):
     heads, kv_heads, dim, page, layer = 4, 2, 16, 4, 1
-    qkv, cache = torch.randn(6, (heads + 2 * kv_heads) * dim), torch.zeros(4, 3, 2, kv_heads, page, dim)
+    qkv, cache = (
+        torch.randn(6, (heads + 2 * kv_heads) * dim),
+        torch.zeros(4, 3, 2, kv_heads, page, dim),
+    )
     cos, sin = rope_tables(*rope_frequencies(dim, 1e4, None), 40)
     positions, slots = torch.tensor([30, 1, 2, 0, 7, 8]), torch.tensor([5, 0, 15, 9, 4, 11])
     q_weight, k_weight = torch.randn(2, dim)
@@ -113,7 +140,10 @@ def test_heads_enter_the_cache(has_norm):
     if has_norm:
         q = torch.nn.functional.rms_norm(q, (dim,), q_weight, 1e-6)
         k = torch.nn.functional.rms_norm(k, (dim,), k_weight, 1e-6)
-    q, k = apply_rope(q, cos[positions], sin[positions]), apply_rope(k, cos[positions], sin[positions])
+    q, k = (
+        apply_rope(q, cos[positions], sin[positions]),
+        apply_rope(k, cos[positions], sin[positions]),
+    )
     weights = HeadWeights(q_weight, k_weight, 1e-6) if has_norm else PLAIN
     kv_write.enter_heads(qkv, cache, layer, positions, slots, Angles(cos, sin), heads, weights)
     assert_close(qkv.view(6, -1, dim)[:, :heads], q, atol=1e-5, rtol=1e-5)
@@ -126,7 +156,10 @@ def test_heads_enter_the_cache(has_norm):
 @pytest.mark.parametrize("rotated", [0, 8, 12])
 def test_heads_are_rotated_in_part(rotated):
     heads, kv_heads, dim, page = 4, 2, 16, 4
-    qkv, cache = torch.randn(3, (heads + 2 * kv_heads) * dim), torch.zeros(4, 1, 2, kv_heads, page, dim)
+    qkv, cache = (
+        torch.randn(3, (heads + 2 * kv_heads) * dim),
+        torch.zeros(4, 1, 2, kv_heads, page, dim),
+    )
     positions, slots = torch.tensor([30, 1, 2]), torch.tensor([5, 0, 15])
     angles = Angles(*rope_tables(*rope_frequencies(rotated, 1e4, None), 40)) if rotated else None
     expected = qkv.view(3, -1, dim)[:, : heads + kv_heads].clone()
@@ -134,11 +167,19 @@ def test_heads_are_rotated_in_part(rotated):
         expected = apply_rope(expected, angles.cos[positions], angles.sin[positions])
     kv_write.enter_heads(qkv, cache, 0, positions, slots, angles, heads)
     assert_close(qkv.view(3, -1, dim)[:, :heads], expected[:, :heads], atol=1e-5, rtol=1e-5)
-    assert_close(cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5)
+    assert_close(
+        cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    "tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1), gemm.WARP_SPECIALIZED]
+    "tile",
+    [
+        gemm.Tile(16, 32, 32, 2, 4),
+        gemm.Tile(32, 16, 64, 2, 4),
+        gemm.Tile(32, 32, 32, 2, 4, bulk=1),
+        gemm.WARP_SPECIALIZED,
+    ],
 )
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 40, 64), (50, 72, 96), (33, 16, 104)])
 def test_gemm(tile, rows, outs, ins):
@@ -156,10 +197,16 @@ def test_the_warp_specialized_kernel_takes_what_it_can(monkeypatch):
     """And the one for many rows the rest, whatever the tile says."""
     launched = []
     monkeypatch.setattr(hopper_gemm, "is_hopper", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
     for module in (hopper_gemm, gemm):
-        monkeypatch.setattr(module, "launch", lambda kernel, *given, **more: launched.append(kernel))
-    x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((600, 64), (272, 64), (272,)))
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *given, **more: launched.append(kernel)
+        )
+    x, weight, bias = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((600, 64), (272, 64), (272,))
+    )
     for more in ({}, {"act": "silu"}, {"bias_N": bias}):
         gemm.gemm(x, weight, gemm.WARP_SPECIALIZED, **more)
     assert launched == [hopper_gemm._gemm_warp_specialized] * 3
@@ -183,7 +230,8 @@ def test_every_measured_tile_is_one():
 
 
 def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
-    """The search itself needs a GPU (bench/gpu.py); what it found is there at the next start, and a broken file is begun anew."""
+    """The search itself needs a GPU (bench/gpu.py); what it found is there at the next start, and a
+    broken file is begun anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
     monkeypatch.setattr(gemm, "_measured", lambda known={}: known)
@@ -220,8 +268,8 @@ LONGEST = 192  # positions
 
 
 class Scene:
-    """Requests (tokens before, new tokens) over a paged cache, with poison where nobody wrote. Those of a family have the same
-    pages of the first 64 positions."""
+    """Requests (tokens before, new tokens) over a paged cache, with poison where nobody wrote.
+    Those of a family have the same pages of the first 64 positions."""
 
     def __init__(self, requests, heads, kv_heads, family=(), **spec):
         torch.manual_seed(0)
@@ -247,9 +295,16 @@ class Scene:
                     self.table[row, :4] = self.table[family[0], :4]
             positions = torch.arange(before + new)
             pages, offsets = self.table[row].long()[positions // page], positions % page
-            self.cache[pages, self.layer, 0, :, offsets], self.cache[pages, self.layer, 1, :, offsets] = k, v
+            (
+                self.cache[pages, self.layer, 0, :, offsets],
+                self.cache[pages, self.layer, 1, :, offsets],
+            ) = k, v
             qkv.append(torch.cat([q, torch.full((new, 2 * kv_heads, dim), 1e30)], 1).flatten(1))
-            expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks, learned).flatten(1))
+            expected.append(
+                attention_reference(
+                    q, k, v, positions[before:], self.spec, self.sinks, learned
+                ).flatten(1)
+            )
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
     def attend(self, work, size, programs, by_flash=False, paths=None):
@@ -260,12 +315,17 @@ class Scene:
         assert words[begin : begin + work.last.size].tolist() == work.last.tolist()
         words = torch.from_numpy(words)
         out = torch.full((self.qkv.shape[0], self.heads * 16), float("nan"))
-        partial = torch.full((work.rows.size * (work.positions.max() // attention_lists.SPLIT + 1), self.heads, 18), float("nan"))
+        partial = torch.full(
+            (work.rows.size * (work.positions.max() // attention_lists.SPLIT + 1), self.heads, 18),
+            float("nan"),
+        )
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
-        lists = attention_lists.Lists(words, singles, *programs, partial, done, prompts, ends=ends, paths=paths)
+        lists = attention_lists.Lists(
+            words, singles, *programs, partial, done, prompts, ends=ends, paths=paths
+        )
         positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
         attention.attend(
             self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
@@ -283,7 +343,8 @@ class Scene:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
 def test_attention(heads, kv_heads, small_blocks):
-    """One token in one split and in several, prompts over splits; more entries than programs and fewer."""
+    """One token in one split and in several, prompts over splits; more entries than programs and
+    fewer."""
     scene = Scene([(0, 1), (31, 1), (32, 1), (80, 1), (0, 9), (40, 40), (180, 1)], heads, kv_heads)
     work = scene.work()
     assert work.singles.shape[0] == 1 + 1 + 2 + 3 + 6
@@ -302,13 +363,23 @@ KINDS = {
     "sinks": {"has_sinks": True},
     "ALiBi": {"has_alibi": True},
     "scores far apart": {"scale": 4.0},  # what weights are relative to moves often
-    "all at once": {"window": 40, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True},
+    "all at once": {
+        "window": 40,
+        "softcap": 3.0,
+        "scale": 0.4,
+        "has_sinks": True,
+        "has_alibi": True,
+    },
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ALiBi", marks=pytest.mark.slow), *(kind for kind in KINDS if kind != "ALiBi")])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("ALiBi", marks=pytest.mark.slow), *(kind for kind in KINDS if kind != "ALiBi")],
+)
 def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
-    """Of tokens alone, in several splits, of prompts, and of a split in common; alone they have the same bits."""
+    """Of tokens alone, in several splits, of prompts, and of a split in common; alone they have the
+    same bits."""
     requests = [(0, 1), (70, 1), (64, 1), (90, 1), (0, 9), (40, 40), (180, 1)]
     scene = Scene(requests, 4, 2, family=(1, 2, 3), **KINDS[kind])
     work = scene.work()
@@ -323,8 +394,9 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
 
 
 def test_pages_that_a_window_gave_back_are_not_read(small_blocks):
-    """Their places have the null page, in which anything may stand: of sequences without a common prefix, which have splits of
-    null pages in common, and of one with a prefix that is ahead of the other, which still sees more of it."""
+    """Their places have the null page, in which anything may stand: of sequences without a common
+    prefix, which have splits of null pages in common, and of one with a prefix that is ahead of the
+    other, which still sees more of it."""
     requests = [(100, 1), (70, 1), (180, 1), (150, 1), (64, 20)]
     scene = Scene(requests, 4, 2, family=(0, 1), window=40)
     scene.cache[0] = float("nan")
@@ -335,18 +407,23 @@ def test_pages_that_a_window_gave_back_are_not_read(small_blocks):
     out = scene.attend(work, 24, (20, 2, 9))
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in range(4):
-        alone = cuda_work.make_work(np.array([(i, *requests[i])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32)
+        alone = cuda_work.make_work(
+            np.array([(i, *requests[i])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32
+        )
         alone.singles[:, 0] = i
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
 
 @pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prompts_that_see_both_ways(has_bias, small_blocks):
-    """As an encoder's: whole, each token sees all of its own text, in any company with the same bits."""
+    """As an encoder's: whole, each token sees all of its own text, in any company with the same
+    bits."""
     requests = [(0, 5), (0, 70), (0, 16), (0, 33), (0, 1)]
     scene = Scene(requests, 3, 3, is_bidirectional=True, has_distance_bias=has_bias)
     tiles = cuda_work.prompts(*texts(requests, range(len(requests))), 64)
-    work = cuda_work.Work(*tokens_of(requests), *[np.zeros((0, 4), np.int32)] * 3, tiles, np.zeros(0, np.int32))
+    work = cuda_work.Work(
+        *tokens_of(requests), *[np.zeros((0, 4), np.int32)] * 3, tiles, np.zeros(0, np.int32)
+    )
     out = scene.attend(work, 128, (0, 0, 3))
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for some in ([1], [4, 3]):
@@ -366,17 +443,27 @@ def texts(requests, some):
 
 def tokens_of(requests):
     counts = [new for _, new in requests]
-    return np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+    return np.repeat(np.arange(len(counts)), counts), np.concatenate(
+        [np.arange(count) for count in counts]
+    )
 
 
-def flash_reference(q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q, page_table, causal, tile_mn, out):
+def flash_reference(
+    q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q, page_table, causal, tile_mn, out
+):
     """What flash-attn-4 does, by its documentation; it needs a GPU itself."""
     assert causal
     assert tile_mn[1] == k.shape[1]  # a tile is a page
     assert page_table.stride(1) == q.stride(2) == k.stride(3) == 1
-    assert cu_seqlens_q.dtype == seqused_q.dtype == seqused_k.dtype == page_table.dtype == torch.int32
-    assert cu_seqlens_q.shape[0] - 1 == seqused_q.shape[0] == seqused_k.shape[0] == page_table.shape[0]
-    for first, num, num_keys, pages in zip(cu_seqlens_q, seqused_q, seqused_k, page_table, strict=False):
+    assert (
+        cu_seqlens_q.dtype == seqused_q.dtype == seqused_k.dtype == page_table.dtype == torch.int32
+    )
+    assert (
+        cu_seqlens_q.shape[0] - 1 == seqused_q.shape[0] == seqused_k.shape[0] == page_table.shape[0]
+    )
+    for first, num, num_keys, pages in zip(
+        cu_seqlens_q, seqused_q, seqused_k, page_table, strict=False
+    ):
         assert num <= max_seqlen_q
         positions = torch.arange(num_keys)
         keys, values = (x[pages[positions // k.shape[1]], positions % k.shape[1]] for x in (k, v))
@@ -391,12 +478,18 @@ def test_prompts_are_handed_to_flash_attention(small_blocks, monkeypatch):
     scene = Scene([(0, 1), (0, 9), (80, 1), (40, 40)], 4, 2)
     work = scene.work(tile=flash.WHOLE)
     assert work.prompts[:, 1].tolist() == [40, 9]
-    assert_close(scene.attend(work, 60, (20, 1, flash.MOST_PROMPTS), by_flash=True), scene.expected, atol=1e-4, rtol=1e-5)
+    assert_close(
+        scene.attend(work, 60, (20, 1, flash.MOST_PROMPTS), by_flash=True),
+        scene.expected,
+        atol=1e-4,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("members_per_tile", [2, 16])
 def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
-    """Three requests with the same first pages and one without: a split in common is one tile's work; the bits are the same."""
+    """Three requests with the same first pages and one without: a split in common is one tile's
+    work; the bits are the same."""
     scene = Scene([(70, 1), (64, 1), (90, 1), (64, 1)], 4, 2, family=(0, 2, 3))
     work = scene.work(members_per_tile)
     assert work.members.shape[0] == 3 * 2
@@ -407,7 +500,11 @@ def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in range(4):
         alone = cuda_work.make_work(
-            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), [scene.table.numpy()], members_per_tile, 32
+            np.array([(i, scene.requests[i][0], 1)], np.int32),
+            np.ones(1, bool),
+            [scene.table.numpy()],
+            members_per_tile,
+            32,
         )
         assert not alone.shared.size
         alone.singles[:, 0] = i
@@ -416,15 +513,23 @@ def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
 
 @pytest.mark.parametrize("kind", [{}, {"window": 21, "softcap": 2.0, "has_sinks": True}])
 def test_a_token_and_the_drafts_after_it(kind, small_blocks):
-    """Within a split, and over its end; what they have in common is read once, and they have the bits that they have alone."""
+    """Within a split, and over its end; what they have in common is read once, and they have the
+    bits that they have alone."""
     requests = [(70, 5), (28, 8), (0, 1), (63, 2), (90, 10)]
     scene = Scene(requests, 4, 2, **kind)
-    items = np.array([(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)], np.int32)
+    items = np.array(
+        [(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)],
+        np.int32,
+    )
     works = [
-        cuda_work.make_work(items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once) for at_once in (1, 3, 8)
+        cuda_work.make_work(
+            items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once
+        )
+        for at_once in (1, 3, 8)
     ]
     nums = [work.singles[:, 7].tolist() for work in works]
-    assert sorted(nums[2]) == [1, 1, 1, 1, 4, 4, 4, 5, 6]  # of 63 and 64, the latter has a whole split to itself
+    # of 63 and 64, the latter has a whole split to itself
+    assert sorted(nums[2]) == [1, 1, 1, 1, 4, 4, 4, 5, 6]
     assert (max(nums[0]), max(nums[1])) == (1, 3)
     outs = [scene.attend(work, 32, (7, 2, 0)) for work in works]
     assert_close(outs[0], scene.expected, atol=1e-4, rtol=1e-5)
@@ -433,10 +538,13 @@ def test_a_token_and_the_drafts_after_it(kind, small_blocks):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param({}, marks=pytest.mark.slow), {"window": 21, "softcap": 2.0, "has_sinks": True}], ids=["plain", "all"]
+    "kind",
+    [pytest.param({}, marks=pytest.mark.slow), {"window": 21, "softcap": 2.0, "has_sinks": True}],
+    ids=["plain", "all"],
 )
 def test_drafts_that_are_trees(kind, small_blocks):
-    """Their ancestors lie among other drafts, over the end of a split; bits are those of a sequence in its order."""
+    """Their ancestors lie among other drafts, over the end of a split; bits are those of a sequence
+    in its order."""
     scene = Scene([(28, 6), (70, 1)], 4, 2, **kind)
     items = np.array([(0, 28 + i, 1) for i in range(6)] + [(1, 70, 1)], np.int32)
     in_order = cuda_work.make_work(items, np.ones(7, bool), [scene.table.numpy()], 16, 32)
@@ -466,7 +574,10 @@ def test_a_draw_is_a_function_of_seed_and_position():
     for row, (seed, temperature) in enumerate(zip(seeds, temperatures, strict=True)):
         draws[row, 0] = int(np.float32(temperature).view(np.int32))
         draws[row, 1:] = torch.from_numpy(np.array([seed], np.int64).view(np.int32))
-    index, rows, positions = (torch.tensor(x, dtype=torch.int32) for x in ([3, 1, 0, 4], [0, 1, 9, 2, 2], [3, 10, 9, 0, 5]))
+    index, rows, positions = (
+        torch.tensor(x, dtype=torch.int32)
+        for x in ([3, 1, 0, 4], [0, 1, 9, 2, 2], [3, 10, 9, 0, 5])
+    )
     tokens = sampling.pick_tokens(logits, index, rows, positions, draws, state)
     for s, i in enumerate(index.tolist()):
         row, position, scores = int(rows[i]), int(positions[i]), logits[s]
@@ -483,21 +594,33 @@ def test_a_draw_is_a_function_of_seed_and_position():
 
 
 def test_sizes_of_graphs_are_multiples():
-    assert sizes(256, ((4, 1), (64, 8), (256, 16))) == [1, 2, 3, 4, *range(8, 65, 8), *range(80, 257, 16)]
+    assert sizes(256, ((4, 1), (64, 8), (256, 16))) == [
+        1,
+        2,
+        3,
+        4,
+        *range(8, 65, 8),
+        *range(80, 257, 16),
+    ]
     assert sizes(100, ((4, 1), (64, 8), (256, 16)))[-2:] == [96, 100]
     assert sizes(3, ((4, 1), (64, 8))) == [1, 2, 3]
 
 
 def test_a_few_sizes_use_every_kernel():
-    """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
+    """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change
+    at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
     assert launch.FEW in gemm.CHOICES
     assert len(few) <= 15
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
-        assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
+        assert {gemm.own_tile(rows, shape[0]) for rows in few} == {
+            gemm.own_tile(rows, shape[0]) for rows in every
+        }
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())
-    assert {int(rows) for shapes in known.values() for by_rows in shapes.values() for rows in by_rows} <= set(gemm.CHOICES)
+    assert {
+        int(rows) for shapes in known.values() for by_rows in shapes.values() for rows in by_rows
+    } <= set(gemm.CHOICES)
 
 
 COMPILE = """
@@ -683,11 +806,21 @@ build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=Fal
 """
 
 
-@pytest.mark.parametrize("kinds", [["some"], pytest.param(["some", ""], marks=pytest.mark.slow)], ids=["", "plain, too"])
+@pytest.mark.parametrize(
+    "kinds", [["some"], pytest.param(["some", ""], marks=pytest.mark.slow)], ids=["", "plain, too"]
+)
 def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=LONG_S
+        [sys.executable, "-c", COMPILE, *kinds],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=LONG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {

@@ -1,4 +1,5 @@
-"""Sums and gathers over ranks, one rank after the other: programs of the interpreter do not run side by side."""
+"""Sums and gathers over ranks, one rank after the other: programs of the interpreter do not run
+side by side."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def test_sums_are_in_the_order_of_ranks(shape):
         one.all_reduce(part.clone())  # nobody waits before all begin
     made = group[0].all_reduce(parts[0].clone())
     assert torch.equal(made, all_reduce_reference(parts))
-    assert torch.equal(add_parts(torch.stack(parts), torch.empty(shape)).view(torch.int32), made.view(torch.int32))
+    assert torch.equal(
+        add_parts(torch.stack(parts), torch.empty(shape)).view(torch.int32), made.view(torch.int32)
+    )
     assert not torch.equal(all_reduce_reference(parts), all_reduce_reference(parts[::-1]))
     assert all(memory[flags_offset() :].eq(0).all() for memory in memories)
 
@@ -41,7 +44,9 @@ def test_columns_are_gathered_also_where_ranks_have_different_numbers():
 
 def test_turns_are_counted_and_told_once_all_begin():
     memories, group = ranks(2)
-    flags = [memory[flags_offset() :].view(torch.int64).view(MOST_PROGRAMS, 2) for memory in memories]
+    flags = [
+        memory[flags_offset() :].view(torch.int64).view(MOST_PROGRAMS, 2) for memory in memories
+    ]
     flags[0][:, 1] = 3  # the other is there already
     group[0].begin()
     for turn in (1, 2, 3):

@@ -1,5 +1,5 @@
-"""Attention over 8-bit and 4-bit keys and values on the GPU, without a GPU: interpreted in float32 against the reference, which
-gets what the values stand for."""
+"""Attention over 8-bit and 4-bit keys and values on the GPU, without a GPU: interpreted in float32
+against the reference, which gets what the values stand for."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,8 @@ def new_pool(num_pages, layers, kv_heads, page, dim, name):
 
 
 def in_format(scene, name):
-    """Its cache in another format, and in float32 what that stands for. Nobody may see what nobody wrote."""
+    """Its cache in another format, and in float32 what that stands for. Nobody may see what nobody
+    wrote."""
     pages, layers, _, kv_heads, page, dim = scene.cache.shape
     _, values, scales = new_pool(pages, layers, kv_heads, page, dim, name)
     written = scene.cache[..., 0] != 1e30
@@ -47,9 +48,15 @@ def reference(scene, exact):
     made, first = [], 0
     for row, (before, new) in enumerate(scene.requests):
         positions = torch.arange(before + new)
-        keys, values = exact[scene.table[row].long()[positions // 16], scene.layer, :, :, positions % 16].unbind(1)
+        keys, values = exact[
+            scene.table[row].long()[positions // 16], scene.layer, :, :, positions % 16
+        ].unbind(1)
         q = scene.qkv[first : first + new].view(new, -1, 16)[:, : scene.heads]
-        made.append(attention_reference(q, keys, values, positions[before:], scene.spec, scene.sinks, None).flatten(1))
+        made.append(
+            attention_reference(
+                q, keys, values, positions[before:], scene.spec, scene.sinks, None
+            ).flatten(1)
+        )
         first += new
     return torch.cat(made)
 
@@ -63,7 +70,13 @@ slow = pytest.mark.slow
         ("fp8", "all at once"),
         *(
             pytest.param(*more, marks=slow)
-            for more in [("int8", None), ("fp8", None), ("int8", "window"), ("int4", None), ("int4", "all at once")]
+            for more in [
+                ("int8", None),
+                ("fp8", None),
+                ("int8", "window"),
+                ("int4", None),
+                ("int4", "all at once"),
+            ]
         ),
     ],
 )
@@ -75,7 +88,9 @@ def test_attention_reads_the_format(name, kind, small_blocks):
     scene.cache, scene.scales, exact = in_format(scene, name)
     out = scene.attend(work, 16, (3, 1, 1))
     assert_close(out, reference(scene, exact), atol=1e-4, rtol=1e-5)
-    alone = cuda_work.make_work(np.array([(0, *REQUESTS[0])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32)
+    alone = cuda_work.make_work(
+        np.array([(0, *REQUESTS[0])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32
+    )
     assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[0], out[0])
 
 
@@ -83,10 +98,16 @@ def test_a_token_and_the_drafts_after_it(small_blocks):
     """What they have in common is read once, and they have the bits that they have alone."""
     requests = [(28, 6), (70, 3)]
     scene = Scene(requests, 2, 1)
-    items = np.array([(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)], np.int32)
+    items = np.array(
+        [(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)],
+        np.int32,
+    )
     scene.cache, scene.scales, exact = in_format(scene, "fp8")
     each, together = (
-        cuda_work.make_work(items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once) for at_once in (1, 8)
+        cuda_work.make_work(
+            items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once
+        )
+        for at_once in (1, 8)
     )
     assert (each.singles[:, 7].max(), together.singles[:, 7].max()) == (1, 4)
     out = scene.attend(together, 16, (4, 1, 0))
@@ -108,12 +129,17 @@ def test_pages_of_prompts_are_copied(name, small_blocks, monkeypatch):
     words = np.full(4096, -1, np.int32)
     work.write(words, 128, 0, (1, 1, 1))
     copies = torch.full((6, 2, 1, 16, 16), 7.0)
-    page_copies.copy_pages(scene.cache, scene.scales, scene.layer, scene.table, torch.from_numpy(words), copies)
+    page_copies.copy_pages(
+        scene.cache, scene.scales, scene.layer, scene.table, torch.from_numpy(words), copies
+    )
     order = [*range(0, 16, 2), *range(1, 16, 2)]
     for row, end, first in ((1, 5, 0), (2, 52, 1)):
         for at in range(end):
             found = copies[first + at // 16, :, :, at % 16]
-            assert torch.equal(found, exact[int(scene.table[row, at // 16]), scene.layer, :, :, at % 16][..., order])
+            assert torch.equal(
+                found,
+                exact[int(scene.table[row, at // 16]), scene.layer, :, :, at % 16][..., order],
+            )
     assert (copies[5] == 7.0).all()
 
 
@@ -127,7 +153,8 @@ def numbers(codes, name):
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_heads_enter_the_cache_in_its_format(name):
-    """With the codes and scales of the reference; a value that is no number makes its own head's scale one."""
+    """With the codes and scales of the reference; a value that is no number makes its own head's
+    scale one."""
     heads, kv_heads, dim, page, layer = 4, 2, 16, 4, 1
     qkv = torch.randn(6, (heads + 2 * kv_heads) * dim) * torch.logspace(-35, 3, 6).unsqueeze(1)
     qkv[2], qkv[4, -1] = 0, float("inf")
@@ -165,13 +192,16 @@ def test_heads_enter_the_cache_in_its_format(name):
 def test_scales_of_fp8_end_where_the_kernels_can_use_them():
     """2**7, times 2**120 in the kernels: larger values saturate."""
     qkv, (_, cache, scales) = torch.full((1, 3 * 16), 3e38), new_pool(1, 1, 1, 4, 16, "fp8")
-    kv_write.enter_heads(qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales)
+    kv_write.enter_heads(
+        qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales
+    )
     assert scales[0, 0, :, 0, 0].tolist() == [128.0, 128.0]
     assert cache[0, 0, 0, 0, 0].float().tolist() == [448.0] * 16
 
 
 def test_scales_of_fp8_are_powers_of_two():
-    """So a score times a scale is the score of a key times the scale, bit for bit, and a weight likewise."""
+    """So a score times a scale is the score of a key times the scale, bit for bit, and a weight
+    likewise."""
     x = torch.randn(200, 16) * torch.logspace(-20, 3, 200).unsqueeze(1)
     codes, scales = quantize(x, FORMATS["fp8"])
     assert not (scales.view(torch.int16) & 0x7F).any()

@@ -1,4 +1,5 @@
-"""How stored matrices become weights on the GPU, on a device that is the CPU under another name (test_cuda_runner.py)."""
+"""How stored matrices become weights on the GPU, on a device that is the CPU under another name
+(test_cuda_runner.py)."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +19,12 @@ from tidemill.kernels import machine
 from tidemill.kernels.cuda import hopper_packed
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.low_rank import Factors, Product
-from tidemill.kernels.quantized_linear import Activations, Codes, Outliers, quantized_linear_reference
+from tidemill.kernels.quantized_linear import (
+    Activations,
+    Codes,
+    Outliers,
+    quantized_linear_reference,
+)
 from tidemill.layers.linear import Linear
 from tidemill.models.llama import Llama
 from tidemill.models.olmoe import OlmoeBlock
@@ -48,7 +54,9 @@ def new_codes(bits=4, outs=32, ins=256, group=128, seed=0, **more):
 
 
 def zeros_of(codes):
-    return torch.randint(0, 16, codes.scales_NG.shape, generator=torch.Generator().manual_seed(3)).float()
+    return torch.randint(
+        0, 16, codes.scales_NG.shape, generator=torch.Generator().manual_seed(3)
+    ).float()
 
 
 def check(weight, values, x, atol=1e-2):
@@ -94,12 +102,19 @@ def test_split_k_partials_are_left_to_norms_alone(monkeypatch):
     """Neither where an adapter adds to the result, nor where a stage of a pipeline ends."""
     given = []
     monkeypatch.setattr(hopper_packed, "covers", lambda weight, num_rows: True)
-    monkeypatch.setattr(hopper_packed, "gemm_warp_specialized", lambda x, weight, leave=False, **_: given.append(leave) or x)
+    monkeypatch.setattr(
+        hopper_packed,
+        "gemm_warp_specialized",
+        lambda x, weight, leave=False, **_: given.append(leave) or x,
+    )
     linear = Linear(256, {"out": 32})
     linear._weight = joined(new_codes(zeros_NG=torch.full((32, 2), 8.0)))
     x = torch.randn(3, 256)
     linear(x), linear.split_k(x)
-    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(pending=lambda x, weight: weight.matmul(x))
+    linear.loras, linear.lora = (
+        SimpleNamespace(is_on=True),
+        SimpleNamespace(pending=lambda x, weight: weight.matmul(x)),
+    )
     linear.split_k(x)
     assert given == [False, True, False]
     model = Llama(replace(SMOLLM2, layers=SMOLLM2.layers[:4]), PLAIN)
@@ -129,16 +144,23 @@ def test_integers_by_integers():
     assert_close(weight(x), x @ codes.dequantize().t(), atol=50.0, rtol=1e-1)
     static = joined(replace(codes, activations=Activations(0.05)))
     assert static.handover is None
-    assert_close(static(x), (x / 0.05).round().clamp(-127, 127) * 0.05 @ codes.dequantize().t(), atol=1e-1, rtol=1e-3)
+    assert_close(
+        static(x),
+        (x / 0.05).round().clamp(-127, 127) * 0.05 @ codes.dequantize().t(),
+        atol=1e-1,
+        rtol=1e-3,
+    )
 
 
 def test_centroids_and_single_values():
-    """GOBO: each matrix has a table of its own and outliers, so that two are multiplied one after the other."""
+    """GOBO: each matrix has a table of its own and outliers, so that two are multiplied one after
+    the other."""
     generator = torch.Generator().manual_seed(0)
     parts = []
     for seed in (0, 1):
         codes = new_codes(4, group=256, seed=seed)
-        table = (torch.randn(16, generator=generator).sort().values * 64).round() / 64  # a GPU has it in bfloat16
+        # a GPU has it in bfloat16
+        table = (torch.randn(16, generator=generator).sort().values * 64).round() / 64
         codes.table, codes.scales_NG = table, torch.ones(32, 1)
         places = torch.randperm(32 * 256, generator=generator)[:60].sort().values
         codes.outliers = Outliers(places, torch.randn(60, generator=generator) * 10)
@@ -151,14 +173,19 @@ def test_centroids_and_single_values():
     assert_close(joined(*parts)(x), torch.cat(expected, 1), atol=1e-1, rtol=1e-2)
     gated = CudaQuantized().join_gated(*parts, None, "silu")
     assert_close(gated(x), glu_reference(torch.cat(expected, 1)), atol=1.0, rtol=1e-2)
-    parts[0].outliers = Outliers(torch.arange(200), torch.ones(200))  # all in one row: padding would cost more
+    # all in one row: padding would cost more
+    parts[0].outliers = Outliers(torch.arange(200), torch.ones(200))
     assert isinstance(joined(parts[0]), CudaWeight)
 
 
 def test_factors_are_two_matmuls():
     class LowRank(LowRankTensor):
         def __init__(self, b, a):
-            self.is_smaller, self._factors, self.shape = True, Factors(b, a), (b.shape[0], a.shape[1])
+            self.is_smaller, self._factors, self.shape = (
+                True,
+                Factors(b, a),
+                (b.shape[0], a.shape[1]),
+            )
 
         def factors(self):
             return self._factors
@@ -178,8 +205,12 @@ def test_factors_are_two_matmuls():
 
 
 def test_activations_that_are_no_bytes():
-    """LLM.int8(): those of a token beyond the threshold are multiplied as they are, whatever the other tokens have."""
-    one, other = (new_codes(8, group=256, seed=seed, activations=Activations(threshold=6.0)) for seed in (0, 1))
+    """LLM.int8(): those of a token beyond the threshold are multiplied as they are, whatever the
+    other tokens have."""
+    one, other = (
+        new_codes(8, group=256, seed=seed, activations=Activations(threshold=6.0))
+        for seed in (0, 1)
+    )
     x = torch.randn(3, 256)
     x[1:, 40] *= 50
     x[2, 200:] *= 20
@@ -237,7 +268,12 @@ def test_schemes_are_settled():
         settled(model, device="cuda", quantization=asked)
         for model, asked in ((plain, "auto"), (stored, "auto"), (plain, "fp8"), (plain, "int4"))
     )
-    assert [one.scheme for one in (dense, packed, fp8, int4)] == ["dense", "quantized", "fp8", "int4"]
+    assert [one.scheme for one in (dense, packed, fp8, int4)] == [
+        "dense",
+        "quantized",
+        "fp8",
+        "int4",
+    ]
     assert int4.weight_bytes < fp8.weight_bytes < dense.weight_bytes == 2 * plain.num_parameters
     assert settled(stored, device="cuda", quantization="none").scheme == "dense"
     with pytest.raises(ConfigError, match="it is for plain checkpoints"):
@@ -249,7 +285,8 @@ def test_schemes_are_settled():
 
 
 class Cores:
-    """In the place of cuSPARSELt: takes rows in multiples of 16, and may add something to rows that come with many others."""
+    """In the place of cuSPARSELt: takes rows in multiples of 16, and may add something to rows that
+    come with many others."""
 
     def __init__(self, monkeypatch, off=0.0):
         self.off, self.rows = off, []
@@ -277,7 +314,10 @@ def test_two_of_four_are_sparse_and_others_stay_dense(monkeypatch):
     assert_close(made(x), x @ weight.t() + bias)
     assert cores.rows == [16]
     gate, up = pruned(32), pruned(32) * 2
-    assert_close(CudaSparse().join_gated(gate, up, None, "silu")(x), glu_reference(x @ torch.cat([gate, up]).t(), "silu"))
+    assert_close(
+        CudaSparse().join_gated(gate, up, None, "silu")(x),
+        glu_reference(x @ torch.cat([gate, up]).t(), "silu"),
+    )
     weight[7, 9:12] = 1.0  # three of four
     assert isinstance(CudaSparse().join([weight], None), CudaWeight)
     assert isinstance(CudaSparse().join([pruned(33)], None), CudaWeight)

@@ -1,4 +1,5 @@
-"""The GPU's matmuls of quantized weights without a GPU, interpreted: tests/gpu checks them on a GPU."""
+"""The GPU's matmuls of quantized weights without a GPU, interpreted: tests/gpu checks them on a
+GPU."""
 
 import dataclasses
 
@@ -25,23 +26,35 @@ def test_scaled(dtype, swap):
     largest = rounding.LARGEST[dtype]
     scales = weight.abs().amax(1) / largest
     codes = weight / scales[:, None]
-    stored = Scaled(torch.nn.functional.pad(codes if dtype.is_floating_point else codes.round(), (0, 8)).to(dtype), scales)
+    stored = Scaled(
+        torch.nn.functional.pad(codes if dtype.is_floating_point else codes.round(), (0, 8)).to(
+            dtype
+        ),
+        scales,
+    )
     given = scaled_gemm.quantize_rows(x, dtype, 80)
     assert_close(given.scales, x.abs().amax(1) / largest)
     rounded = given.values_NK.float() * given.scales[:, None]
     assert_close(rounded[:, :72], x, atol=0.07 * 3 if dtype.is_floating_point else 0.02, rtol=0.07)
     expected = rounded @ (stored.values_NK.float() * scales[:, None]).t()
     tile = ScaledTile(16, 32, 32, 2, 4, swap)
-    assert_close(scaled_gemm.gemm_scaled(given, stored, torch.float32, tile), expected, atol=1e-4, rtol=1e-4)
+    assert_close(
+        scaled_gemm.gemm_scaled(given, stored, torch.float32, tile), expected, atol=1e-4, rtol=1e-4
+    )
     bias = torch.randn(40)
     gated = scaled_gemm.gemm_scaled(given, stored, torch.float32, tile, bias_N=bias, act="silu")
     both = expected + bias
-    assert_close(gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-4, rtol=1e-4)
+    assert_close(
+        gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_scaled_by_blocks():
     torch.manual_seed(0)
-    x, values = torch.randn(5, 200) * torch.logspace(-2, 2, 200), torch.randn(24, 208).clamp(-3, 3).to(torch.float8_e4m3fn)
+    x, values = (
+        torch.randn(5, 200) * torch.logspace(-2, 2, 200),
+        torch.randn(24, 208).clamp(-3, 3).to(torch.float8_e4m3fn),
+    )
     weight = Scaled(values, torch.rand(2, 24))
     given = scaled_gemm.quantize_blocks(x, torch.float8_e4m3fn, 208)
     tops = torch.nn.functional.pad(x, (0, 56)).unflatten(1, (2, 128)).abs().amax(2)
@@ -51,7 +64,9 @@ def test_scaled_by_blocks():
         return one.values_NK.float() * one.scales.t().repeat_interleave(128, 1)[:, :208]
 
     for swap in (0, 1):
-        out = scaled_gemm.gemm_scaled(given, weight, torch.float32, ScaledTile(16, 16, 128, 2, 4, swap))
+        out = scaled_gemm.gemm_scaled(
+            given, weight, torch.float32, ScaledTile(16, 16, 128, 2, 4, swap)
+        )
         assert_close(out, wide(given) @ wide(weight).t(), atol=1e-2, rtol=1e-4)
 
 
@@ -84,9 +99,16 @@ def new_packed(bits, kind, group, outs=40, ins=256):
     codes = torch.randint(low, high, (outs, ins)).to(torch.int8)
     groups = ins // (group or ins)
     scales = torch.rand(outs, groups).bfloat16().float()
-    others = torch.randint(0, 16, (outs, groups)).float() if kind == "zeros" else torch.randn(outs, groups).bfloat16().float()
+    others = (
+        torch.randint(0, 16, (outs, groups)).float()
+        if kind == "zeros"
+        else torch.randn(outs, groups).bfloat16().float()
+    )
     others = None if kind in ("nf4", "e2m1") or (bits == 8 and kind == "zeros") else others
-    scale, other = (torch.zeros(outs, ins) if one is None else one.repeat_interleave(group or ins, 1) for one in (scales, others))
+    scale, other = (
+        torch.zeros(outs, ins) if one is None else one.repeat_interleave(group or ins, 1)
+        for one in (scales, others)
+    )
     table = {"nf4": packed_gemm.NF4, "e2m1": packed_gemm.E2M1}.get(kind)
     if table is not None:
         values = torch.tensor(table)[codes.long()] * scale
@@ -109,18 +131,31 @@ def test_packed(bits, kind, group):
     bias, both = torch.randn(40), x @ values.t()
     both = both + bias
     gated = packed_gemm.gemm_packed(x, weight, PackedTile(16, 32, 2, 4), bias_N=bias, act="silu")
-    assert_close(gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-1, rtol=1e-3)
+    assert_close(
+        gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-1, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "zero", "factor", "expected"),
-    [("zeros", 8.0, 0.1, "small"), ("zeros", 8.0, 1.0, "offsets"), ("zeros", 7.0, 0.1, "zeros"), ("offsets", 7.3, 0.1, "small")],
+    [
+        ("zeros", 8.0, 0.1, "small"),
+        ("zeros", 8.0, 1.0, "offsets"),
+        ("zeros", 7.0, 0.1, "zeros"),
+        ("offsets", 7.3, 0.1, "small"),
+    ],
 )
 def test_weights_are_stored_in_the_cheapest_form(kind, zero, factor, expected):
-    """Where `zero * scale` is exact, and where a scale leaves room for the factor of codes without an exponent."""
+    """Where `zero * scale` is exact, and where a scale leaves room for the factor of codes without
+    an exponent."""
     torch.manual_seed(0)
-    codes, scales = torch.randint(0, 16, (8, 256)).to(torch.int8), ((torch.rand(8, 2) + 0.3) * factor).bfloat16().float()
-    others = (torch.full_like(scales, zero) if kind == "zeros" else scales * -zero).bfloat16().float()
+    codes, scales = (
+        torch.randint(0, 16, (8, 256)).to(torch.int8),
+        ((torch.rand(8, 2) + 0.3) * factor).bfloat16().float(),
+    )
+    others = (
+        (torch.full_like(scales, zero) if kind == "zeros" else scales * -zero).bfloat16().float()
+    )
     weight = pack(codes, 4, kind, scales, others)
     assert weight.kind == expected
     scale, other = (one.repeat_interleave(128, 1) for one in (scales, others))
@@ -131,7 +166,8 @@ def test_weights_are_stored_in_the_cheapest_form(kind, zero, factor, expected):
 
 @pytest.mark.parametrize("chunk", [256, 512])
 def test_packed_in_chunks(chunk):
-    """Each of them a program's, all of them one program's, and of the dequantized weight: the same sums."""
+    """Each of them a program's, all of them one program's, and of the dequantized weight: the same
+    sums."""
     weight, values = new_packed(4, "zeros", 128, ins=768)
     weight = dataclasses.replace(weight, chunk=chunk)
     x = torch.randn(5, 768)
@@ -169,7 +205,11 @@ def test_a_norm_is_handed_over_alone():
 
 def test_a_norm_adds_up_split_k_partials():
     torch.manual_seed(0)
-    sums, residual, weight = torch.randint(-16, 17, (4, 5, 96)) / 8, torch.randn(5, 96).bfloat16(), torch.randn(96)
+    sums, residual, weight = (
+        torch.randint(-16, 17, (4, 5, 96)) / 8,
+        torch.randn(5, 96).bfloat16(),
+        torch.randn(96),
+    )
     mine, other = residual.clone(), residual.clone()
     out = norm.add_rms_norm(SplitK(sums), mine, weight, 1e-5, 0.5)
     assert torch.equal(out, norm.add_rms_norm(sums.sum(0).bfloat16(), other, weight, 1e-5, 0.5))

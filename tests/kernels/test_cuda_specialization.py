@@ -1,8 +1,10 @@
-"""Launches of the GPU's sampler, noted instead of run: what they would compile, and what they would wait for.
+"""Launches of the GPU's sampler, noted instead of run: what they would compile, and what they would
+wait for.
 
-Triton compiles a kernel for each combination of constants, argument types, pointers that are multiples of 16 bytes, and integers
-that are 1 or multiples of 16. Its own binder tells the combination of a launch without a GPU. Nothing may be compiled after
-start, so what it tells for odd batches must be what it told for the warm-up."""
+Triton compiles a kernel for each combination of constants, argument types, pointers that are
+multiples of 16 bytes, and integers that are 1 or multiples of 16. Its own binder tells the
+combination of a launch without a GPU. Nothing may be compiled after start, so what it tells for odd
+batches must be what it told for the warm-up."""
 
 import os
 import subprocess
@@ -91,7 +93,13 @@ assert report.scores.ids.shape == (75, 3) and report.pooled.shape == (16,)
 def run(script, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", NOTE + script], capture_output=True, text=True, env=environment, timeout=LONG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", NOTE + script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=LONG_S,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -100,5 +108,6 @@ def test_odd_batches_need_no_kernels_that_the_warm_up_has_not_made(tmp_path):
 
 
 def test_no_stage_reads_from_the_device(tmp_path):
-    """Its tensors have no values here, so whatever would wait for one fails: draws, logprobs, and what is asked about prompts."""
+    """Its tensors have no values here, so whatever would wait for one fails: draws, logprobs, and
+    what is asked about prompts."""
     run(READS_NOTHING, tmp_path)

@@ -10,7 +10,12 @@ from tidemill.kernels import native
 from tidemill.kernels.argmax import argmax
 from tidemill.kernels.clip import clip
 from tidemill.kernels.glu import activate, glu
-from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
+from tidemill.kernels.noise import (
+    exponential_noise,
+    gumbel_argmax,
+    gumbel_argmax_reference,
+    noise_keys,
+)
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm, qk_norm
 
 SIZES = [50, 64, 577, 1536]
@@ -20,11 +25,15 @@ def rows_keep_their_bits(function, x: torch.Tensor) -> None:
     whole = function(x.clone())
     for num in (1, 2, 3, 7, 33, 100):
         for start in (0, 1, 5, 200 - num):
-            assert torch.equal(function(x[start : start + num].clone()), whole[start : start + num]), (num, start)
+            assert torch.equal(
+                function(x[start : start + num].clone()), whole[start : start + num]
+            ), (num, start)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("act", "of_torch"), [("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))])
+@pytest.mark.parametrize(
+    ("act", "of_torch"), [("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))]
+)
 def test_glu(size, backend, act, of_torch):
     x = torch.randn(200, 2 * size) * 4
     gate, up = x.chunk(2, -1)
@@ -44,10 +53,16 @@ def test_rms_norm(size, backend):
     rows_keep_their_bits(lambda rows: add_rms_norm(None, rows, weight, 1e-5), x)
     residual = torch.randn(200, size)
     total = residual + x
-    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), add_rms_norm(None, total.clone(), weight, 1e-5))
+    assert torch.equal(
+        add_rms_norm(x, residual, weight, 1e-5), add_rms_norm(None, total.clone(), weight, 1e-5)
+    )
     assert torch.equal(residual, total)
     scaled = residual + x * 0.3
-    assert torch.allclose(add_rms_norm(x, residual, weight, 1e-5, 0.3), add_rms_norm(None, scaled, weight, 1e-5), atol=1e-5)
+    assert torch.allclose(
+        add_rms_norm(x, residual, weight, 1e-5, 0.3),
+        add_rms_norm(None, scaled, weight, 1e-5),
+        atol=1e-5,
+    )
     assert torch.allclose(residual, scaled, atol=1e-5)
 
 
@@ -66,7 +81,10 @@ def test_norms_of_other_kinds(size, backend):
     rows_keep_their_bits(lambda rows: add_layer_norm(None, rows, weight, bias, 1e-5), x)
     residual = torch.randn(200, size)
     total = residual + x
-    assert torch.equal(add_layer_norm(x, residual, weight, bias, 1e-5), add_layer_norm(None, total.clone(), weight, bias, 1e-5))
+    assert torch.equal(
+        add_layer_norm(x, residual, weight, bias, 1e-5),
+        add_layer_norm(None, total.clone(), weight, bias, 1e-5),
+    )
     assert torch.equal(residual, total)
 
     normed = add_rms_norm(None, x.clone(), weight, 1e-5)
@@ -75,8 +93,15 @@ def test_norms_of_other_kinds(size, backend):
     rows_keep_their_bits(lambda rows: post_norm(rows, rows, weight, 1e-5), x)
 
     qkv, k_weight = torch.randn(200, size + 2 * 24), torch.randn(24)
-    parts = add_rms_norm(None, qkv[:, :size].clone(), weight, 1e-5), add_rms_norm(None, qkv[:, size:-24].clone(), k_weight, 1e-5)
-    assert torch.allclose(qk_norm(qkv.clone(), weight, k_weight, 1e-5), torch.cat([*parts, qkv[:, -24:]], 1), atol=1e-5)
+    parts = (
+        add_rms_norm(None, qkv[:, :size].clone(), weight, 1e-5),
+        add_rms_norm(None, qkv[:, size:-24].clone(), k_weight, 1e-5),
+    )
+    assert torch.allclose(
+        qk_norm(qkv.clone(), weight, k_weight, 1e-5),
+        torch.cat([*parts, qkv[:, -24:]], 1),
+        atol=1e-5,
+    )
     rows_keep_their_bits(lambda rows: qk_norm(rows, weight, k_weight, 1e-5), qkv)
 
 
@@ -98,7 +123,10 @@ def test_a_draw_depends_on_its_row_alone(backend):
     drawn = gumbel_argmax(logits, seeds, positions)
     assert not ((drawn >= 100) & (drawn < 300)).any()
     for i in range(50):
-        assert gumbel_argmax(logits[i : i + 1].clone(), seeds[i : i + 1], positions[i : i + 1]) == drawn[i]
+        assert (
+            gumbel_argmax(logits[i : i + 1].clone(), seeds[i : i + 1], positions[i : i + 1])
+            == drawn[i]
+        )
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 50.0, 1000.0])
@@ -109,7 +137,9 @@ def test_a_compiled_draw_is_the_references(scale):
     torch.manual_seed(0)
     logits, seeds = torch.randn(400, 2053) * scale, torch.arange(400)
     keys = noise_keys(seeds, seeds * 3)
-    assert torch.equal(gumbel_argmax(logits, seeds, seeds * 3), gumbel_argmax_reference(logits, keys))
+    assert torch.equal(
+        gumbel_argmax(logits, seeds, seeds * 3), gumbel_argmax_reference(logits, keys)
+    )
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 49, 1000])
@@ -119,5 +149,11 @@ def test_argmax_is_the_first_of_the_highest(width, backend):
     x[1] = -3.0
     x[2, : width // 2] = float("-inf")
     expected = [row.index(max(row)) for row in x.tolist()]
-    x[0], x[3, width - 1], x[4, width // 2], expected[0], expected[3:5] = float("-inf"), float("inf"), float("nan"), -1, [-1, -1]
+    x[0], x[3, width - 1], x[4, width // 2], expected[0], expected[3:5] = (
+        float("-inf"),
+        float("inf"),
+        float("nan"),
+        -1,
+        [-1, -1],
+    )
     assert argmax(x).tolist() == expected

@@ -26,7 +26,9 @@ def make(bits: int, dim: int = D, seed: int = 0) -> KVQuant:
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_codes_are_packed_without_gaps(bits):
-    codes = torch.randint(0, 2**bits, (5, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(
+        0, 2**bits, (5, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     packed = kvquant.pack(codes, bits)
     assert packed.shape == (5, 40 * bits // 8)
     assert torch.equal(kvquant.unpack(packed, bits), codes)
@@ -34,7 +36,8 @@ def test_codes_are_packed_without_gaps(bits):
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_errors_are_bounded_by_the_levels(bits):
-    """What is inside its range is off by half a gap at most; the two keys and the value that are farthest out, by bfloat16."""
+    """What is inside its range is off by half a gap at most; the two keys and the value that are
+    farthest out, by bfloat16."""
     own = make(bits).layer(1)
     levels, gap = own.key_levels, own.key_levels.diff().max() / 2 + 1e-6
     generator = torch.Generator().manual_seed(1)
@@ -44,7 +47,9 @@ def test_errors_are_bounded_by_the_levels(bits):
     keys = inside * own.scales[kind] + own.offsets[kind]
     keys[3, 1, 5], keys[7, 0, 2], keys[7, 0, 9] = 300.0, -50.0, 40.0
     codes, extra = kvquant.quantize_keys(keys, positions, own)
-    found = kvquant.dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(0, 1)
+    found = kvquant.dequantize_keys(
+        codes.transpose(0, 1), extra.transpose(0, 1), positions, own
+    ).transpose(0, 1)
     error = (found - keys).abs() / own.scales[kind]
     far = keys.abs() > 30
     assert error[~far].max() <= gap * (1 + 1e-3)
@@ -67,7 +72,9 @@ def test_what_is_not_finite_stays_so():
     x = torch.zeros(2, G, D)
     x[0, 1, 3], x[1, 0, 0] = float("nan"), float("inf")
     codes, extra = kvquant.quantize_keys(x, torch.arange(2), own)
-    keys = kvquant.dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), torch.arange(2), own).transpose(0, 1)
+    keys = kvquant.dequantize_keys(
+        codes.transpose(0, 1), extra.transpose(0, 1), torch.arange(2), own
+    ).transpose(0, 1)
     values = kvquant.dequantize_values(*kvquant.quantize_values(x, own), own)
     for found in (keys, values):
         assert (~found.isfinite()).any(-1).tolist() == [[False, True], [True, False]]
@@ -80,9 +87,20 @@ def paged(quant: KVQuant, dim: int, window: int = 0) -> PagedKV:
     values, extra = views(pool, LAYERS, G, S, dim, quant.name)
     tables = [torch.arange(1, 17, dtype=torch.int32).view(2, 8).flip(1).contiguous()]
     angle = torch.arange(128)[:, None] / 10000 ** torch.linspace(0, 1, dim // 2)
-    spec = AttentionSpec(num_heads=N, num_kv_heads=G, head_dim=dim, scale=dim**-0.5, rotation=None, window=window)
+    spec = AttentionSpec(
+        num_heads=N, num_kv_heads=G, head_dim=dim, scale=dim**-0.5, rotation=None, window=window
+    )
     angles = [Angles(angle.cos(), angle.sin()), None]
-    return PagedKV(values, tables, (spec,) * LAYERS, angles, tuple(Place(0, i) for i in range(LAYERS)), [], extra, quant)
+    return PagedKV(
+        values,
+        tables,
+        (spec,) * LAYERS,
+        angles,
+        tuple(Place(0, i) for i in range(LAYERS)),
+        [],
+        extra,
+        quant,
+    )
 
 
 def attend(backend, kv: PagedKV, qkv: torch.Tensor, layer: int, first: int) -> torch.Tensor:
@@ -90,24 +108,32 @@ def attend(backend, kv: PagedKV, qkv: torch.Tensor, layer: int, first: int) -> t
     positions = torch.arange(first, first + qkv.shape[0])
     slots = kv.tables[0][1, positions // S].long() * S + positions % S
     own = backend(kv)  # kept: steps point into it
-    step = own.plan(np.array([1]), np.array([first]), np.array([qkv.shape[0]]), positions, slots[None])
+    step = own.plan(
+        np.array([1]), np.array([first]), np.array([qkv.shape[0]]), positions, slots[None]
+    )
     return step.attend(layer, qkv.clone(), HeadWeights())
 
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
-@pytest.mark.parametrize(("bits", "dim", "window"), [(4, 24, 0), (3, 24, 0), (4, 64, 0), (3, 64, 20)])
+@pytest.mark.parametrize(
+    ("bits", "dim", "window"), [(4, 24, 0), (3, 24, 0), (4, 64, 0), (3, 64, 20)]
+)
 def test_compiled_kernel_is_the_reference(bits, dim, window):
     quant = make(bits, dim)
     qkv = torch.randn(40, (N + 2 * G) * dim, generator=torch.Generator().manual_seed(2)) * 2
     for layer in range(LAYERS):
         caches = [paged(quant, dim, window), paged(quant, dim, window)]
-        ours, theirs = (attend(one, kv, qkv, layer, 0) for one, kv in zip((NativeAttention, TorchAttention), caches, strict=True))
+        ours, theirs = (
+            attend(one, kv, qkv, layer, 0)
+            for one, kv in zip((NativeAttention, TorchAttention), caches, strict=True)
+        )
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
         assert torch.equal(caches[0].cache, caches[1].cache)
         assert torch.equal(caches[0].scales, caches[1].scales)
         later = paged(quant, dim, window)
         parts = [
-            attend(NativeAttention, later, part, layer, at) for at, part in ((0, qkv[:33]), (33, qkv[33:34]), (34, qkv[34:]))
+            attend(NativeAttention, later, part, layer, at)
+            for at, part in ((0, qkv[:33]), (33, qkv[33:34]), (34, qkv[34:]))
         ]
         assert torch.equal(torch.cat(parts), ours)  # bit for bit
 
@@ -120,7 +146,9 @@ def test_keys_are_rotated_where_they_are_read():
     q, k, v = qkv.view(30, -1, D).split([N, G, G], 1)
     own, positions = quant.layer(0), torch.arange(30)
     codes, extra = kvquant.quantize_keys(k, positions, own)
-    k = kvquant.dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(0, 1)
+    k = kvquant.dequantize_keys(
+        codes.transpose(0, 1), extra.transpose(0, 1), positions, own
+    ).transpose(0, 1)
     v = kvquant.dequantize_values(*kvquant.quantize_values(v, own), own)
     angles = kv.angles[0]
     q, k = (apply_rope(x, angles.cos[:30], angles.sin[:30]) for x in (q, k))

@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from tidemill.kernels import native
-from tidemill.kernels.linear import BACKENDS, choose_backend, is_row_invariant, linear_reference, pack_linear
+from tidemill.kernels.linear import (
+    BACKENDS,
+    choose_backend,
+    is_row_invariant,
+    linear_reference,
+    pack_linear,
+)
 
 SHAPES = [(960, 576), (576, 1536), (3072, 576), (100, 24), (203, 60), (60, 133), (1, 8)]
 
@@ -16,7 +22,9 @@ def test_every_backend_multiplies_and_looks_up(shape, make, bias):
     offset = torch.randn(shape[0]) if bias else None
     linear = make(weight, offset)
     for rows in (1, 2, 37):
-        assert torch.allclose(linear(x[:rows]), linear_reference(x[:rows], weight, offset), atol=1e-3, rtol=1e-4)
+        assert torch.allclose(
+            linear(x[:rows]), linear_reference(x[:rows], weight, offset), atol=1e-3, rtol=1e-4
+        )
     ids = torch.randint(0, shape[0], (9,))
     assert torch.equal(linear.rows(ids), weight[ids])
 

@@ -1,4 +1,5 @@
-"""Adapters' kernels: the compiled one and the GPU's, interpreted, against the reference; bits of a row alone and among others."""
+"""Adapters' kernels: the compiled one and the GPU's, interpreted, against the reference; bits of a
+row alone and among others."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def expected(x, y, slots, adapters, outs):
         for name, size in outs.items():
             if slot >= 0 and name in adapters[slot]:
                 pair = adapters[slot][name]
-                out[row, first : first + size] += pair.scale * (pair.up_NR.double() @ (pair.down_RK.double() @ x[row].double()))
+                out[row, first : first + size] += pair.scale * (
+                    pair.up_NR.double() @ (pair.down_RK.double() @ x[row].double())
+                )
             first += size
     return out.float()
 
@@ -85,7 +88,8 @@ def test_adapters_on_a_cpu(kind, monkeypatch):
         made = NativeLora(NUM_IN, OUTS, step, len(ADAPTERS), 64)
     adapters = [pairs_of(slot, OUTS) for slot in range(len(ADAPTERS))]
     for slot, pairs in enumerate(adapters):
-        made.put(slot, {"q": LoraPair(torch.ones(3, NUM_IN), torch.ones(60, 3), 9.0)})  # what was there before
+        # what was there before
+        made.put(slot, {"q": LoraPair(torch.ones(3, NUM_IN), torch.ones(60, 3), 9.0)})
         made.put(slot, pairs)
     x, y = torch.randn(SLOTS.size, NUM_IN), torch.randn(SLOTS.size, 92)
     step.set(SLOTS)
@@ -126,9 +130,17 @@ def make(
     torch.manual_seed(0)
     adapters = [pairs_of(slot, outs, num_in) for slot in range(len(ADAPTERS))]
     lists, act = Lists(SLOTS, size), "silu" if "gate" in outs else ""
-    made = cuda.CudaLora(num_in, outs, lists, len(ADAPTERS), max_rank, act, torch.device("cpu"), torch.float32)
+    made = cuda.CudaLora(
+        num_in, outs, lists, len(ADAPTERS), max_rank, act, torch.device("cpu"), torch.float32
+    )
     for slot, pairs in enumerate(adapters):
-        made.put(slot, {name: LoraPair(torch.ones(max_rank, num_in), torch.ones(outs[name], max_rank), 9.0) for name in outs})
+        made.put(
+            slot,
+            {
+                name: LoraPair(torch.ones(max_rank, num_in), torch.ones(outs[name], max_rank), 9.0)
+                for name in outs
+            },
+        )
         made.put(slot, pairs)
     return made, adapters
 
@@ -154,15 +166,20 @@ def add_left(y_TN: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_adapters_on_a_gpu(is_gated, monkeypatch):
-    """Parts side by side, and in turn, before the activation. Tokens beyond the step's are padding. What is left to the kernel
-    behind has the same bits; so have larger tiles, and a row alone."""
-    outs, size, act = {"gate": 140, "up": 140} if is_gated else OUTS | {"q": 300}, SLOTS.size + 3, "silu" if is_gated else ""
+    """Parts side by side, and in turn, before the activation. Tokens beyond the step's are padding.
+    What is left to the kernel behind has the same bits; so have larger tiles, and a row alone."""
+    outs, size, act = (
+        {"gate": 140, "up": 140} if is_gated else OUTS | {"q": 300},
+        SLOTS.size + 3,
+        "silu" if is_gated else "",
+    )
     made, adapters = make(outs, NUM_IN, size, monkeypatch)
     x, y = torch.randn(size, NUM_IN), torch.randn(size, sum(outs.values()))
     stored = torch.stack(y.chunk(2, 1), 2).flatten(1) if is_gated else y
     out = made.adapted(x, Given(stored))
     right = expected(x, y, [*SLOTS, -1, -1, -1], adapters, outs)
-    near = {"atol": 4e-2, "rtol": 5e-4} if is_gated else {"atol": 2e-3, "rtol": 1e-4}  # of products of two such sums
+    # of products of two such sums
+    near = {"atol": 4e-2, "rtol": 5e-4} if is_gated else {"atol": 2e-3, "rtol": 1e-4}
     assert_close(out, glu_reference(right) if is_gated else right, **near)
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], glu(stored, act)[plain] if is_gated else stored[plain])
@@ -182,7 +199,11 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
     """Unless ranks may be too high. Larger tiles and a row alone have the same bits."""
     num, size = 140, SLOTS.size + 3
     monkeypatch.setattr(cuda, "_GATED_RUN", 32)
-    monkeypatch.setattr(sys.modules[__name__], "ADAPTERS", [(min(rank, max_rank), *rest) for rank, *rest in ADAPTERS])
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "ADAPTERS",
+        [(min(rank, max_rank), *rest) for rank, *rest in ADAPTERS],
+    )
     gate_up, _ = make({"gate": num, "up": num}, NUM_IN, size, monkeypatch, max_rank)
     down, adapters = make({"down": 70}, num, size, monkeypatch, max_rank)
     gate_up.behind = down
@@ -196,11 +217,14 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
 
     made, out = both()
     assert shrunk.called == (max_rank > 64)
-    assert_close(out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3)
+    assert_close(
+        out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3
+    )
     gate_up.lists = down.lists = Lists(SLOTS[4:5], 1)
     assert torch.equal(both(slice(4, 5), "pending")[1][0], out[4])
     monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
-    monkeypatch.setitem(cuda.GATED, 64, cuda.GATED[16])  # GPUs add 16 products at a time, the interpreter all
+    # GPUs add 16 products at a time, the interpreter all
+    monkeypatch.setitem(cuda.GATED, 64, cuda.GATED[16])
     gate_up.lists = down.lists = Lists(SLOTS, size)
     assert torch.equal(both()[1], out)
 
@@ -215,12 +239,20 @@ def test_what_is_left_to_the_kernel_behind():
 
     weight = torch.randn(96)
     both = [residual.clone(), residual.clone()]
-    normed = [norm.add_rms_norm(x, one, weight, 1e-5) for x, one in zip((left(), y + added), both, strict=True)]
+    normed = [
+        norm.add_rms_norm(x, one, weight, 1e-5)
+        for x, one in zip((left(), y + added), both, strict=True)
+    ]
     assert torch.equal(*normed)
     assert torch.equal(*both)
     angles = Angles(*rope_tables(*rope_frequencies(16, 1e4, None), 8))
     caches = [torch.zeros(2, 1, 2, 1, 16, 16) for _ in range(2)]
-    how = {"places": [SimpleNamespace(group=0, index=0)], "angles": [angles], "num_heads": 4, "scales": None}
+    how = {
+        "places": [SimpleNamespace(group=0, index=0)],
+        "angles": [angles],
+        "num_heads": 4,
+        "scales": None,
+    }
     kvs = [SimpleNamespace(cache=cache, **how) for cache in caches]
     steps = [CudaStep(kv, [], None, torch.arange(5), torch.arange(5)[None]) for kv in kvs]
     assert adds(steps[0])

@@ -1,5 +1,5 @@
-"""Masks and score changes, against attention written out by hand; FlexAttention against the reference, without compiling: what it
-traces runs as torch ops."""
+"""Masks and score changes, against attention written out by hand; FlexAttention against the
+reference, without compiling: what it traces runs as torch ops."""
 
 import warnings
 from dataclasses import replace
@@ -70,8 +70,12 @@ def test_the_reference_equals_attention_written_out():
         (spec_of(4, 4, 8, window=4, has_alibi=True), None, hidden + slopes * distance),
         (spec_of(4, 4, 8, is_bidirectional=True, has_distance_bias=True), table, learned),
     ):
-        expected = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=added).transpose(0, 1)
-        assert torch.allclose(attention_reference(q, k, v, torch.arange(LEN), spec, bias_NW=bias), expected, atol=1e-5)
+        expected = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=added
+        ).transpose(0, 1)
+        assert torch.allclose(
+            attention_reference(q, k, v, torch.arange(LEN), spec, bias_NW=bias), expected, atol=1e-5
+        )
 
 
 KINDS = {
@@ -79,7 +83,14 @@ KINDS = {
     "ALiBi": {"has_alibi": True},
     "window": {"window": 20},
     "bidirectional": {"is_bidirectional": True},
-    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True, "rotated": 24},
+    "all at once": {
+        "window": 70,
+        "softcap": 3.0,
+        "scale": 0.4,
+        "has_sinks": True,
+        "has_alibi": True,
+        "rotated": 24,
+    },
 }
 
 FAST = ("bidirectional", "all at once")
@@ -93,7 +104,9 @@ def scene_of(kind, monkeypatch):
     return Scene(requests, 6, 2, 32, 16, "torch", **KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS]
+)
 def test_flex_attention_equals_the_reference(kind, monkeypatch):
     """What is in the cache of nobody, or of others, is poisoned: it must not count."""
     scene = scene_of(kind, monkeypatch)
@@ -103,7 +116,9 @@ def test_flex_attention_equals_the_reference(kind, monkeypatch):
         warnings.simplefilter("ignore")  # that it is not compiled
         assert torch.allclose(scene.run(), torch.cat(scene.expected), atol=3e-5)
         some = [2, 0]
-        assert torch.allclose(scene.run(some), torch.cat([scene.expected[row] for row in some]), atol=3e-5)
+        assert torch.allclose(
+            scene.run(some), torch.cat([scene.expected[row] for row in some]), atol=3e-5
+        )
 
 
 @pytest.mark.slow
@@ -116,13 +131,17 @@ def test_one_compiled_kernel_serves_all_numbers_of_tokens(monkeypatch):
         return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
 
     compile_as_ever = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile_as_ever(function, backend=backend))
+    monkeypatch.setattr(
+        torch, "compile", lambda function: compile_as_ever(function, backend=backend)
+    )
     flex_attention._kernel.cache_clear()
     scene = scene_of("all at once", monkeypatch)
     scene.backend = FlexAttention(scene.kv)
     with torch.inference_mode():
         for rows in ([0, 3], [1], [2, 4], [0]):
-            assert torch.allclose(scene.run(rows), torch.cat([scene.expected[row] for row in rows]), atol=3e-5)
+            assert torch.allclose(
+                scene.run(rows), torch.cat([scene.expected[row] for row in rows]), atol=3e-5
+            )
     flex_attention._kernel.cache_clear()
     assert len(compiled) == 1
 
@@ -136,25 +155,39 @@ def test_the_table_says_what_kernels_have(monkeypatch):
     assert "not of 24" in uncovered("Triton", [spec_of(4, 4, 24)])
     assert "not of 20" in uncovered("C", [spec_of(4, 4, 20)])
     monkeypatch.setitem(COVERED, "C", replace(COVERED["C"], kinds=("window", "sinks")))
-    assert uncovered("C", [spec_of(4, 4, 32), everything]) == "the C attention kernels do not have softcap or ALiBi"
+    assert (
+        uncovered("C", [spec_of(4, 4, 32), everything])
+        == "the C attention kernels do not have softcap or ALiBi"
+    )
 
 
 def test_the_choice_of_attention_is_an_event(tmp_path):
     make_llama(tmp_path, hidden_size=40, num_attention_heads=2, num_key_value_heads=1)
     model = load_model(tmp_path)
-    [event] = [event for event in make_core(model).take_events() if isinstance(event, events.KernelsFellBack)]
+    [event] = [
+        event
+        for event in make_core(model).take_events()
+        if isinstance(event, events.KernelsFellBack)
+    ]
     assert ("not of 20" in event.reason) == (native.lib is not None)
     assert "torch computes it" in event.reason
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_odd_heads_on_a_cpu(tmp_path, num_kv_heads):
-    """Heads of 20, for which --fast-math took an attention that failed at the first request: now it is refused at start."""
-    theirs = make_llama(tmp_path, hidden_size=80, num_attention_heads=4, num_key_value_heads=num_kv_heads)
+    """Heads of 20, for which --fast-math took an attention that failed at the first request: now it
+    is refused at start."""
+    theirs = make_llama(
+        tmp_path, hidden_size=80, num_attention_heads=4, num_key_value_heads=num_kv_heads
+    )
     model, prompt = load_model(tmp_path), list(range(3, 43))
-    with pytest.raises(ConfigError, match=r"--fast-math cannot be combined with a CPU.* Leave --fast-math out"):
+    with pytest.raises(
+        ConfigError, match=r"--fast-math cannot be combined with a CPU.* Leave --fast-math out"
+    ):
         make_core(model, fast_math=True)
     made = run(make_core(model), {"x": (prompt, greedy(8, ignore_eos=True))})["x"]
     with torch.inference_mode():
-        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
     assert made.tokens == expected[0, len(prompt) :].tolist()

@@ -1,4 +1,5 @@
-"""The compiled kernels are there, keep to their threads, and a recorded forward pass is the forward pass."""
+"""The compiled kernels are there, keep to their threads, and a recorded forward pass is the forward
+pass."""
 
 import ctypes
 import io
@@ -47,10 +48,16 @@ def test_the_number_of_threads_changes_no_bit(num_threads):
     gate_up = torch.randn(100, 1280)
     try:
         native.lib.set_threads(2)
-        expected = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.glu(gate_up, 0)
+        expected = (
+            native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5),
+            native.lib.glu(gate_up, 0),
+        )
         assert native.lib.set_threads(num_threads) == num_threads
         for _ in range(20):
-            again = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.glu(gate_up, 0)
+            again = (
+                native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5),
+                native.lib.glu(gate_up, 0),
+            )
             assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
     finally:
         native.lib.set_threads(2)
@@ -64,7 +71,9 @@ def test_two_callers_at_once_take_turns():
     wrong = []
 
     def call(i: int) -> None:
-        wrong.extend(i for _ in range(200) if not torch.equal(native.lib.glu(rows[i], 0), expected[i]))
+        wrong.extend(
+            i for _ in range(200) if not torch.equal(native.lib.glu(rows[i], 0), expected[i])
+        )
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -95,22 +104,29 @@ class TestRecordedForward:
         core, plain = make_core(model), make_core(model)
         assert core.runner.whole.passes.plain.program
         plain.runner.kinds = [plain.runner.whole.op_by_op()]
-        asked = {f"r{i}": (list(range(2 + i, 60 + 3 * i)), greedy(12, logprobs=2)) for i in range(7)}
+        asked = {
+            f"r{i}": (list(range(2 + i, 60 + 3 * i)), greedy(12, logprobs=2)) for i in range(7)
+        }
         assert run(core, asked) == run(plain, asked)
 
     def test_a_model_that_does_something_in_between_is_not_replayed(self, model, monkeypatch):
         """Once by making a tensor of its own, once in place, which only the comparison can notice."""
         runner = make_core(model).runner
         forward = type(model.blocks[0].mlp).forward
-        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2)
+        monkeypatch.setattr(
+            type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2
+        )
         assert record_forward(model, runner.mixers, runner.cache) is None
-        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x).mul_(2))
+        monkeypatch.setattr(
+            type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x).mul_(2)
+        )
         assert record_forward(model, runner.mixers, runner.cache) is None
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", forward)
         assert record_forward(model, runner.mixers, runner.cache) is not None
 
     def test_what_only_many_tokens_show_is_noticed(self, model, monkeypatch):
-        """More than WIDE_ROWS of linear.c, more than one chunk of norm.c; and the trial leaves no page in the table."""
+        """More than WIDE_ROWS of linear.c, more than one chunk of norm.c; and the trial leaves no
+        page in the table."""
         runner = make_core(model).runner
         forward = type(model.blocks[0].mlp).forward
         limit = max(8, -(-8192 // model.config.hidden_size))
@@ -163,9 +179,22 @@ def test_what_is_not_finite_stays_so():
 
 def build(folder: Path, library: Path, define: str = "") -> ctypes.CDLL:
     """All C sources of a folder, with setup.py's flags."""
-    flags = ["-march=armv8.2-a+dotprod"] if platform.machine() in ("aarch64", "arm64") else ["-mavx2", "-mfma", "-mf16c"]
+    flags = (
+        ["-march=armv8.2-a+dotprod"]
+        if platform.machine() in ("aarch64", "arm64")
+        else ["-mavx2", "-mfma", "-mf16c"]
+    )
     sources = [str(path) for path in sorted(folder.glob("*.c"))]
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-std=gnu11", "-pthread", *flags, *([define] if define else [])]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-std=gnu11",
+        "-pthread",
+        *flags,
+        *([define] if define else []),
+    ]
     if not shutil.which("gcc") or native.lib is None:
         pytest.skip("no compiler, or no vector instructions")
     subprocess.run([*command, "-o", str(library), *sources, "-lm"], check=True)
@@ -210,7 +239,9 @@ class TestStaleLibraries:
 class TestFallbackIsVisible:
     def started(self, core):
         """Its event, and the line of `tidemill serve`."""
-        [event] = [event for event in core.take_events() if isinstance(event, events.KernelsFellBack)]
+        [event] = [
+            event for event in core.take_events() if isinstance(event, events.KernelsFellBack)
+        ]
         console = Console(width=300, record=True, file=io.StringIO())
         console.print(budget_table("m", Ready(core.model_config, core.config)))
         assert event.reason in console.export_text()
@@ -227,7 +258,9 @@ class TestFallbackIsVisible:
         make_llama(tmp_path)
         model = load_model(tmp_path)
         forward = type(model.blocks[0].mlp).forward
-        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2)
+        monkeypatch.setattr(
+            type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2
+        )
         assert "one by one" in self.started(make_core(model))
 
     @needs_library

@@ -64,22 +64,32 @@ class ByHand:
         return probs @ torch.stack([self.qkv[one, HEADS + KV_HEADS + self.head] for one in seen])
 
     def chosen(self, token: int, queries: torch.Tensor) -> list[int]:
-        """Quest: its own page, the first, and those whose keys may score highest. Double Sparsity: its own token, and those whose
-        keys score highest in the channels that move scores most: by the spread of the first keys, and the squares of the 32
-        queries before the first that is sparse."""
+        """Quest: its own page, the first, and those whose keys may score highest. Double Sparsity:
+        its own token, and those whose keys score highest in the channels that move scores most: by
+        the spread of the first keys, and the squares of the 32 queries before the first that is
+        sparse."""
         if self.policy.kind not in ("quest", "double") or token < self.policy.dense:
             return list(self.tokens)
         if self.policy.kind == "double":
-            keys, queries = torch.stack([self.key(one, one) for one in range(token)]), turned(queries, token, self.angles)
-            channels = (keys[: self.policy.dense].var(0) * self.squares).argsort(descending=True)[:5]
+            keys, queries = (
+                torch.stack([self.key(one, one) for one in range(token)]),
+                turned(queries, token, self.angles),
+            )
+            channels = (keys[: self.policy.dense].var(0) * self.squares).argsort(descending=True)[
+                :5
+            ]
             scores = (queries[:, channels] @ keys[:, channels].T).amax(0)
             best = scores.argsort(descending=True)[: -(-3 * (token + 1) // 10) - 1]
             return [*sorted(best.tolist()), token]
         last, queries = token // PAGE, turned(queries, token, self.angles)
         bounds = []
         for page in range(1, last):
-            keys = torch.stack([self.key(one, one) for one in range(page * PAGE, (page + 1) * PAGE)])
-            bounds.append((-float(torch.maximum(queries * keys.amin(0), queries * keys.amax(0)).sum()), page))
+            keys = torch.stack(
+                [self.key(one, one) for one in range(page * PAGE, (page + 1) * PAGE)]
+            )
+            bounds.append(
+                (-float(torch.maximum(queries * keys.amin(0), queries * keys.amax(0)).sum()), page)
+            )
         num = self.policy.num_pages_read(last + 1, PAGE)
         pages = {0, last, *(page for _, page in sorted(bounds)[: num - 2])}
         return [one for one in self.tokens if one // PAGE in pages]
@@ -89,13 +99,18 @@ class ByHand:
         """Of the observed queries, by channel."""
         group, dense = HEADS // KV_HEADS, self.policy.dense
         heads = self.qkv[:, self.head * group : (self.head + 1) * group]
-        return sum(turned(heads[one], one, self.angles).square().sum(0) for one in range(dense - 32, dense))
+        return sum(
+            turned(heads[one], one, self.angles).square().sum(0) for one in range(dense - 32, dense)
+        )
 
     def give_up(self, token: int) -> None:
         policy = self.policy
         if policy.kind == "snapkv" and token == PROMPT - 1:
             older, recent = self.tokens[: -policy.observed], self.tokens[-policy.observed :]
-            pooled = [max(self.scores[older[j]] for j in range(max(i - 3, 0), min(i + 4, len(older)))) for i in range(len(older))]
+            pooled = [
+                max(self.scores[older[j]] for j in range(max(i - 3, 0), min(i + 4, len(older))))
+                for i in range(len(older))
+            ]
             best = sorted(range(len(older)), key=lambda i: (-pooled[i], i))[: 24 - policy.observed]
             self.tokens = [older[i] for i in sorted(best)] + recent
         elif policy.kind in ("window", "streaming") and len(self.tokens) == policy.capacity:
@@ -114,7 +129,9 @@ ANGLES = Angles(*rope_tables(*rope_frequencies(DIM, 10000.0, None), 128))
 def by_hand(policy: CachePolicy) -> torch.Tensor:
     """The same for every backend."""
     heads = [ByHand(policy, QKV, head, ANGLES) for head in range(KV_HEADS)]
-    return torch.stack([torch.cat([one.attend(token) for one in heads]).flatten() for token in range(NUM)])
+    return torch.stack(
+        [torch.cat([one.attend(token) for one in heads]).flatten() for token in range(NUM)]
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,7 +143,9 @@ def test_against_a_list_of_tokens(kind, backend):
     cache = new_cache(80, 1, KV_HEADS, PAGE, DIM)
     tables = torch.zeros(2, 32, dtype=torch.int32)
     tables[0], tables[1] = torch.randperm(64)[:32] + 1, torch.randperm(15)[:1] + 65
-    kv = PagedKV(cache, [tables], (spec_of(HEADS, KV_HEADS, DIM),), [ANGLES], one_group(1, PAGE).places)
+    kv = PagedKV(
+        cache, [tables], (spec_of(HEADS, KV_HEADS, DIM),), [ANGLES], one_group(1, PAGE).places
+    )
     policies, made, plain = Policies(kv), [], NativeAttention(kv) if backend == "compiled" else None
     policies.take(0, policy)
     cuts = [0, 1, 33, PROMPT, *range(PROMPT + 1, NUM + 1)]
@@ -138,6 +157,10 @@ def test_against_a_list_of_tokens(kind, backend):
         where = tables.numpy()[row_of, np.maximum(places, 0) // PAGE] * PAGE + places % PAGE
         slots = torch.from_numpy(np.where(places < 0, -1, where)[None].astype(np.int64))
         positions = torch.cat([torch.arange(2), torch.arange(start, end)])
-        step = plan_policies(kv, rounds, positions, slots) if plain is None else plain.plan_policies(rounds, positions, slots)
+        step = (
+            plan_policies(kv, rounds, positions, slots)
+            if plain is None
+            else plain.plan_policies(rounds, positions, slots)
+        )
         made.append(step.attend(0, torch.cat([QKV[:2], QKV[start:end]]).flatten(1).clone())[2:])
     assert torch.allclose(torch.cat(made), by_hand(policy), atol=2e-5)

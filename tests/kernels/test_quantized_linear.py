@@ -1,4 +1,5 @@
-"""4- and 8-bit matmuls: right, the same bits at every number of rows, and every GGUF type unpacked as the package does it."""
+"""4- and 8-bit matmuls: right, the same bits at every number of rows, and every GGUF type unpacked
+as the package does it."""
 
 import gguf
 import numpy as np
@@ -50,8 +51,13 @@ def grouped_codes(kind: str, num_out: int, num_in: int) -> Codes:
     name, _, how = kind.partition(" ")
     group = GROUPED[kind] or num_in
     scales = torch.rand(num_out, -(-num_in // group)) * 0.02 - 0.01
-    low, high = {"T2": (-1, 2), "G8": (-128, 128), "G8M": (-128, 128), "W8": (-128, 128)}.get(name, (0, 16))
-    zeros = {"G4": torch.randint(0, 17, scales.shape).float(), "GS4": torch.full_like(scales, 8.0)}.get(name)
+    low, high = {"T2": (-1, 2), "G8": (-128, 128), "G8M": (-128, 128), "W8": (-128, 128)}.get(
+        name, (0, 16)
+    )
+    zeros = {
+        "G4": torch.randint(0, 17, scales.shape).float(),
+        "GS4": torch.full_like(scales, 8.0),
+    }.get(name)
     return Codes(
         2 if name == "T2" else 4 if "4" in name else 8,
         torch.randint(low, high, (num_out, num_in), dtype=torch.int8),
@@ -69,7 +75,11 @@ def random_codes(kind: str, num_out: int, num_in: int) -> Codes:
         return grouped_codes(kind, num_out, num_in)
     low, high = (0, 16) if kind in ("Q4", "S4") else (-128, 128)
     scales = (torch.rand(num_out, num_in // GROUP) * 0.02 - 0.01).to(torch.float16)
-    offsets = None if kind in ("Q8", "MX4") else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
+    offsets = (
+        None
+        if kind in ("Q8", "MX4")
+        else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
+    )
     if kind == "S4":
         offsets = scales * -8
     codes = torch.randint(low, high, (num_out, num_in), dtype=torch.int8)
@@ -86,7 +96,11 @@ def on_every_machine(monkeypatch):
 def test_codes_whose_offsets_are_those_of_signed_ones_are_held_signed():
     centred, other = random_codes("S4", 16, 64), random_codes("Q4", 16, 64)
     assert quantized_linear.kind_of([centred, centred]) == "S4"
-    assert quantized_linear.kind_of([centred, other]) == quantized_linear.kind_of([concat([centred, other])]) == "Q4"
+    assert (
+        quantized_linear.kind_of([centred, other])
+        == quantized_linear.kind_of([concat([centred, other])])
+        == "Q4"
+    )
 
 
 @needs_library
@@ -105,10 +119,15 @@ def test_it_multiplies_and_looks_up(kind, shape):
     for rows in (1, 2, 3, 4, 7, 8, 33):
         expected = quantized_linear_reference(x[:rows], weight, offset)
         out = linear(x[:rows].clone())
-        assert ((out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6).all(), rows
+        assert (
+            (out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6
+        ).all(), rows
     ids = torch.randint(0, shape[0], (9,))
     torch.testing.assert_close(
-        linear.rows(ids), weight.dequantize()[ids], rtol=0 if kind in KINDS else 1e-5, atol=0 if kind in KINDS else 1e-7
+        linear.rows(ids),
+        weight.dequantize()[ids],
+        rtol=0 if kind in KINDS else 1e-5,
+        atol=0 if kind in KINDS else 1e-7,
     )
     assert quantized_linear.kind_of([weight]) == kind.split()[0]
 
@@ -124,13 +143,17 @@ def test_every_row_keeps_its_bits(kind, shape):
         native.lib.set_threads(num_threads)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 255):
             for start in {0, 1, 300 - rows}:
-                assert torch.equal(linear(x[start : start + rows].clone()), whole[start : start + rows]), (rows, start)
+                assert torch.equal(
+                    linear(x[start : start + rows].clone()), whole[start : start + rows]
+                ), (rows, start)
     native.lib.set_threads(2)
 
 
 @needs_library
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1e-42, 1e-37, 1e-20, 1e20, 1e33, 1e34, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "size", [1e-42, 1e-37, 1e-20, 1e20, 1e33, 1e34, float("inf"), float("nan")]
+)
 def test_a_row_of_odd_values_keeps_its_bits(kind, size):
     torch.manual_seed(3)
     linear, x = QuantizedPanels(random_codes(kind, 24, 256), None), torch.randn(23, 256)
@@ -139,7 +162,9 @@ def test_a_row_of_odd_values_keeps_its_bits(kind, size):
     for rows in (1, 3, 5, 16, 18):
         for start in range(24 - rows):
             part = linear(x[start : start + rows].clone())
-            assert torch.allclose(part, whole[start : start + rows], rtol=0, atol=0, equal_nan=True), (rows, start)
+            assert torch.allclose(
+                part, whole[start : start + rows], rtol=0, atol=0, equal_nan=True
+            ), (rows, start)
     assert whole[[0, 1, 3, 8, 10, 22]].isfinite().all()  # nobody else's row
 
 
@@ -151,7 +176,10 @@ def test_rows_keep_their_bits_where_few_panels_and_rows_are_computed_at_once(kin
     linear, x = QuantizedPanels(random_codes(kind, 76, 9216), None), torch.randn(50, 9216)
     whole = linear(x)
     for start, rows in ((0, 1), (3, 4), (7, 16), (11, 21), (1, 49)):
-        assert torch.equal(linear(x[start : start + rows].clone()), whole[start : start + rows]), (rows, start)
+        assert torch.equal(linear(x[start : start + rows].clone()), whole[start : start + rows]), (
+            rows,
+            start,
+        )
 
 
 @needs_library
@@ -170,7 +198,11 @@ def test_rounding_to_8_bits_is_fine():
     values = torch.randn(40, 256)
     values[1] = 0
     error = (quantize(values).dequantize() - values).abs()
-    assert (error <= values.unflatten(1, (-1, GROUP)).abs().amax(-1).repeat_interleave(GROUP, 1) / 127 * 0.51 + 1e-7).all()
+    assert (
+        error
+        <= values.unflatten(1, (-1, GROUP)).abs().amax(-1).repeat_interleave(GROUP, 1) / 127 * 0.51
+        + 1e-7
+    ).all()
 
 
 @pytest.mark.parametrize("name", list(_READERS))
@@ -185,11 +217,19 @@ def test_codes_are_what_the_package_dequantizes(name):
     for at in (
         () if name == "MXFP4" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
     ):  # scales of a sensible size
-        blocks[:, at : at + 2] = rng.uniform(0.01, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = (
+            rng.uniform(0.01, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+        )
     expected = gguf.quants.dequantize(raw, kind)
     codes = read_codes(name, raw)
-    tolerance = 0 if name[-1] in "014" else 2e-3  # K types: two scales multiplied and rounded to float16
-    assert np.allclose(codes.dequantize().numpy(), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+    # K types: two scales multiplied and rounded to float16
+    tolerance = 0 if name[-1] in "014" else 2e-3
+    assert np.allclose(
+        codes.dequantize().numpy(),
+        expected,
+        rtol=tolerance,
+        atol=tolerance * np.abs(expected).max(),
+    )
     if codes.bits == 4 and codes.offsets_NG is not None:
         assert codes.codes_NK.min() >= 0
         assert codes.codes_NK.max() <= 15
@@ -198,13 +238,16 @@ def test_codes_are_what_the_package_dequantizes(name):
 @pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
 def test_ternary_blocks_stay_ternary(name):
     kind = gguf.GGMLQuantizationType[name]
-    values = torch.randint(-1, 2, (40, 512)).numpy() * np.repeat(np.array([[0.25, 0.5]], np.float32), 256, axis=1)
+    values = torch.randint(-1, 2, (40, 512)).numpy() * np.repeat(
+        np.array([[0.25, 0.5]], np.float32), 256, axis=1
+    )
     raw = gguf.quants.quantize(values, kind)
     codes = quantized_linear.fit(read_codes(name, raw))
     assert codes.bits == 2
     assert np.array_equal(codes.dequantize().numpy(), values)
     if native.lib is not None:
-        held = QuantizedPanels(read_codes(name, raw[:32]), None).num_bytes - 32  # the scale of activations
+        # the scale of activations
+        held = QuantizedPanels(read_codes(name, raw[:32]), None).num_bytes - 32
         assert held == 32 * 512 * HELD["quantized", "cpu"].bytes_of(name, True)
 
 

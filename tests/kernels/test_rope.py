@@ -45,7 +45,10 @@ def expected_tables() -> tuple[np.ndarray, np.ndarray]:
 def in_fresh_processes(program: str, count: int) -> list[str]:
     """At the same time: the fault is a race, and contention for the cores brings it out."""
     running = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(count)
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ
+        )
+        for _ in range(count)
     ]
     printed = [process.communicate()[0].strip() for process in running]
     assert [process.returncode for process in running] == [0] * count
@@ -66,7 +69,13 @@ def test_the_torch_fallbacks_first_large_calls_are_accurate():
     [
         None,
         RopeScaling(kind="linear", factor=4.0),
-        RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192),
+        RopeScaling(
+            kind="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_context=8192,
+        ),
         RopeScaling(kind="yarn", factor=4.0, original_context=4096),
     ],
 )

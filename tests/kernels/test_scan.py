@@ -1,4 +1,5 @@
-"""Recurrences over states in pages: every backend against the torch reference, and against itself however a step is cut."""
+"""Recurrences over states in pages: every backend against the torch reference, and against itself
+however a step is cut."""
 
 from itertools import pairwise
 
@@ -17,8 +18,12 @@ from tidemill.types.model_config import StateSpec
 
 SPECS = {
     "mamba": StateSpec(kind="mamba", num_heads=2, head_dim=16, state_size=12, rank=3),
-    "mamba2": StateSpec(kind="mamba2", num_heads=4, head_dim=40, state_size=12, num_groups=2, norm_size=80, kernel=3),
-    "delta": StateSpec(kind="delta", num_heads=4, head_dim=16, state_size=24, num_groups=2, norm_size=16),
+    "mamba2": StateSpec(
+        kind="mamba2", num_heads=4, head_dim=40, state_size=12, num_groups=2, norm_size=80, kernel=3
+    ),
+    "delta": StateSpec(
+        kind="delta", num_heads=4, head_dim=16, state_size=24, num_groups=2, norm_size=16
+    ),
 }
 INTERVAL, NUM_ROWS, NUM_BLOCKS = 8, 3, 6
 
@@ -28,7 +33,9 @@ def weights(spec: StateSpec) -> StateWeights:
     return StateWeights(
         conv_KC=torch.randn(spec.kernel, spec.num_channels),
         conv_bias_C=None if spec.kind == "delta" else torch.randn(spec.num_channels),
-        decay=-torch.rand(spec.num_heads, spec.state_size, spec.head_dim) if is_mamba else -torch.rand(spec.num_heads),
+        decay=-torch.rand(spec.num_heads, spec.state_size, spec.head_dim)
+        if is_mamba
+        else -torch.rand(spec.num_heads),
         skip_I=None if spec.kind == "delta" else torch.randn(inner),
         step_bias=None if is_mamba else torch.randn(spec.num_heads),
         norm_I=torch.randn(inner) if spec.norm_size else None,
@@ -54,19 +61,29 @@ class Given:
         torch.manual_seed(1)
         self.spec, self.learned = spec, weights(spec)
         self.projected = torch.randn(NUM_ROWS, num_tokens, spec.num_projected)
-        self.steps = torch.randn(NUM_ROWS, num_tokens, spec.num_inner) if spec.kind == "mamba" else None
-        self.bc = torch.randn(NUM_ROWS, num_tokens, 2 * spec.state_size) if spec.kind == "mamba" else None
+        self.steps = (
+            torch.randn(NUM_ROWS, num_tokens, spec.num_inner) if spec.kind == "mamba" else None
+        )
+        self.bc = (
+            torch.randn(NUM_ROWS, num_tokens, 2 * spec.state_size) if spec.kind == "mamba" else None
+        )
 
     def run(self, plan, *items: tuple[int, int, int]) -> list[torch.Tensor]:
         """Items (row, start, count) in one step."""
         rows, starts, counts = np.array(items).T
 
         def part(values):
-            return None if values is None else torch.cat([values[row, start : start + num] for row, start, num in items])
+            return (
+                None
+                if values is None
+                else torch.cat([values[row, start : start + num] for row, start, num in items])
+            )
 
         step, projected = plan(rows, starts, counts), part(self.projected)
         mixed = step.convolve(1, projected, self.learned)
-        out = step.scan(1, ScanInputs(mixed, projected, part(self.steps), part(self.bc)), self.learned)
+        out = step.scan(
+            1, ScanInputs(mixed, projected, part(self.steps), part(self.bc)), self.learned
+        )
         return list(out.split(counts.tolist()))
 
 
@@ -96,7 +113,11 @@ def triton_plan(spec):
         work.state_sequences, words = cuda_work.state_sequences(items), np.full(200, 7, np.int32)
         work.write(words, num + 1, NUM_ROWS - 1, (0, 0, 0, room))
         at = [HEADER + i * cuda_work.padded(num + 1) for i in range(2)]
-        return made.step(scan.StateLists(*(torch.from_numpy(words[i : i + num]) for i in at), torch.from_numpy(words), room))
+        return made.step(
+            scan.StateLists(
+                *(torch.from_numpy(words[i : i + num]) for i in at), torch.from_numpy(words), room
+            )
+        )
 
     return plan
 
@@ -125,13 +146,21 @@ def test_bits_do_not_depend_on_how_a_sequence_is_cut(kind, make):
     for ends in (range(num + 1), (0, 7, 8, 10, 18), (0, 1, 17, 18)):
         plan = make(spec)
         given.run(plan, (0, 0, 5))
-        parts = [given.run(plan, (1, start, end - start), (0, 5 + i, 1))[0] for i, (start, end) in enumerate(pairwise(ends))]
+        parts = [
+            given.run(plan, (1, start, end - start), (0, 5 + i, 1))[0]
+            for i, (start, end) in enumerate(pairwise(ends))
+        ]
         assert torch.equal(torch.cat(parts), whole)
 
 
 def test_segments_end_where_states_are_kept():
     made = cut(np.array([4, 2]), np.array([6, 0]), np.array([12, 3]), 8)
-    assert made.records.tolist() == [[4, 0, 2, 0, 0], [4, 2, 8, 0, 1], [4, 10, 2, 1, 2], [2, 12, 3, -1, 0]]
+    assert made.records.tolist() == [
+        [4, 0, 2, 0, 0],
+        [4, 2, 8, 0, 1],
+        [4, 10, 2, 1, 2],
+        [2, 12, 3, -1, 0],
+    ]
     assert made.chains.tolist() == [0, 3, 4]
 
 

@@ -1,4 +1,5 @@
-"""AMX: matmuls have the bits they have without it; attention is right, and its bits are the same in any company."""
+"""AMX: matmuls have the bits they have without it; attention is right, and its bits are the same in
+any company."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.kernels.trees import Paths
 
-pytestmark = pytest.mark.skipif(native.lib is None or not native.lib.has_tiles, reason="no AMX here")
+pytestmark = pytest.mark.skipif(
+    native.lib is None or not native.lib.has_tiles, reason="no AMX here"
+)
 REQUESTS = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (0, 2), (511, 3), (7, 100)]
 
 
@@ -36,9 +39,12 @@ def test_they_can_be_left_out_and_taken_up(without_tiles):
 
 
 @pytest.mark.parametrize("kind", ["Q4", "S4", "Q8", "Q8M", "MX4"])
-@pytest.mark.parametrize(("num_out", "num_in"), [(960, 576), (61, 96), (16, 32), (8, 64), (24, 1536)])
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(960, 576), (61, 96), (16, 32), (8, 64), (24, 1536)]
+)
 def test_matmuls_have_the_same_bits(without_tiles, kind, num_out, num_in):
-    """From the rows on with which weights are unpacked; also of rows that do not fill a tile, and of a row with a NaN."""
+    """From the rows on with which weights are unpacked; also of rows that do not fill a tile, and
+    of a row with a NaN."""
     torch.manual_seed(0)
     panels = QuantizedPanels(random_codes(kind, num_out, num_in), None)
     for num_rows in (15, 16, 17, 31, 32, 77):
@@ -50,7 +56,9 @@ def test_matmuls_have_the_same_bits(without_tiles, kind, num_out, num_in):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (6, 2, 128), (4, 1, 32), (5, 1, 96), (2, 2, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (6, 2, 128), (4, 1, 32), (5, 1, 96), (2, 2, 256)]
+)
 def test_attention_equals_the_reference(without_tiles, page_size, heads, kv_heads, dim):
     scene = Scene(REQUESTS, heads, kv_heads, dim, page_size, "compiled", "bfloat16")
     out = scene.run()
@@ -72,7 +80,15 @@ def test_a_layer_computes_what_its_spec_says(kind):
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 128), (16, 1, 32)])
 def test_the_size_of_a_tile_changes_no_bit(monkeypatch, page_size, heads, kv_heads, dim):
-    scene = Scene([(300, 1), (0, 70), (90, 64), (0, 5)], heads, kv_heads, dim, page_size, "compiled", "bfloat16")
+    scene = Scene(
+        [(300, 1), (0, 70), (90, 64), (0, 5)],
+        heads,
+        kv_heads,
+        dim,
+        page_size,
+        "compiled",
+        "bfloat16",
+    )
     results = []
     for num_rows in (heads // kv_heads, 7 * heads // kv_heads, 32, 192):
         monkeypatch.setattr(native_attention, "_MIN_TILE_ROWS", num_rows)
@@ -131,10 +147,17 @@ def test_tokens_of_a_tree_lie_elsewhere(page_size):
     plain, places = scene.run(), [78, 75, 79, 74, 77]  # of positions 66 .. 70
     old = scene.slots(0, torch.arange(71))
     kept = scene.kv.cache[old // page_size, LAYER, :, :, old % page_size].clone()
-    scene.kv.tables[0][0, : 80 // page_size] = torch.arange(1, 80 // page_size + 1, dtype=torch.int32)
+    scene.kv.tables[0][0, : 80 // page_size] = torch.arange(
+        1, 80 // page_size + 1, dtype=torch.int32
+    )
     new = scene.slots(0, torch.tensor([*range(66), *places]))
     scene.kv.cache[new // page_size, LAYER, :, :, new % page_size] = kept
     step = scene.backend.plan(
-        np.array([0]), np.array([70]), np.array([1]), torch.tensor([70]), new[None, -1:], Paths.of([(66, places)])
+        np.array([0]),
+        np.array([70]),
+        np.array([1]),
+        torch.tensor([70]),
+        new[None, -1:],
+        Paths.of([(66, places)]),
     )
     assert torch.equal(step.attend(LAYER, scene.qkv[0].flatten(1), scene.learned), plain)

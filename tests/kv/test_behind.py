@@ -26,7 +26,8 @@ def test_a_pin_takes_the_page_that_was_computed_and_not_one_that_is_still_loadin
     kv.offload.learn([(5, key)])
     kv.offload.fetch_announced()
     assert kv.offload.num_loading == 1
-    start = kv.admit(1, len(tokens), kv.path(tokens))  # the last token must be computed, so its page is not looked for
+    # the last token must be computed, so its page is not looked for
+    start = kv.admit(1, len(tokens), kv.path(tokens))
     assert start.num_cached == 0
     kv.record(1, tokens, len(tokens))
     assert kv.hold(1, tokens, Held("a", "", len(tokens), (), 1.0, is_pinned=True)) == ("", [])

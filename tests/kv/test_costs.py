@@ -10,11 +10,15 @@ from tidemill.sched.clock import VirtualClock
 
 
 class World:
-    """A machine with costs of its own, which it shows only by what things take, give or take a fifth."""
+    """A machine with costs of its own, which it shows only by what things take, give or take a
+    fifth."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.clock = chance, VirtualClock()
-        self.start_s, self.token_s = 10 ** chance.uniform(-4, -1.5), 10 ** chance.uniform(-5.5, -2.5)
+        self.start_s, self.token_s = (
+            10 ** chance.uniform(-4, -1.5),
+            10 ** chance.uniform(-5.5, -2.5),
+        )
         self.rate = 10 ** chance.uniform(7, 11)
 
     def timed(self, seconds: float) -> float:
@@ -24,7 +28,8 @@ class World:
 
     def compute(self, num_tokens: int, at_once: int) -> float:
         return sum(
-            self.timed(self.start_s + min(at_once, num_tokens - first) * self.token_s) for first in range(0, num_tokens, at_once)
+            self.timed(self.start_s + min(at_once, num_tokens - first) * self.token_s)
+            for first in range(0, num_tokens, at_once)
         )
 
     def move(self, num_bytes: float) -> float:
@@ -34,7 +39,11 @@ class World:
 def test_the_chosen_way_is_the_faster_one():
     chance, num_right, num_swaps, num_cases = random.Random(0), 0, 0, 400
     for _ in range(num_cases):
-        world, at_once, page_bytes = World(chance), chance.choice([64, 256, 2048]), 16 * 10 ** chance.randrange(3, 6)
+        world, at_once, page_bytes = (
+            World(chance),
+            chance.choice([64, 256, 2048]),
+            16 * 10 ** chance.randrange(3, 6),
+        )
         costs = Costs(at_once)
         for _ in range(30):
             num = chance.choice([1, chance.randrange(1, 32), chance.randrange(1, at_once + 1)])
@@ -42,7 +51,9 @@ def test_the_chosen_way_is_the_faster_one():
             for is_load in (False, True):
                 costs.moved(Tier.HOST, is_load, page_bytes, world.move(page_bytes))
         num_pages = chance.randrange(1, 80)
-        kv = KVManager(num_pages + 2, 16, tiers=Tiers(4 * num_pages, costs=costs, page_bytes=page_bytes))
+        kv = KVManager(
+            num_pages + 2, 16, tiers=Tiers(4 * num_pages, costs=costs, page_bytes=page_bytes)
+        )
         tokens = list(range(16 * num_pages + 1))
         kv.admit(0, len(tokens), kv.path(tokens))
         kv.record(0, tokens, len(tokens))

@@ -92,7 +92,8 @@ def test_revived_pages_count_as_taken(manager):
     kv = manager(4, 16)
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
-    assert admit(kv, 2, PROMPT[:17] + [5] * 32) is None  # one found but free, three new: four of three
+    # one found but free, three new: four of three
+    assert admit(kv, 2, PROMPT[:17] + [5] * 32) is None
 
 
 def test_fork_copies_on_write(manager):
@@ -157,7 +158,9 @@ def test_waste_is_under_one_page(manager, page_size):
 
 
 def windowed(manager, num_pages=40, most_at_once=16):
-    return manager(num_pages + 1, 4, groups=(Group(4), Group(4, window=10)), most_at_once=most_at_once)
+    return manager(
+        num_pages + 1, 4, groups=(Group(4), Group(4, window=10)), most_at_once=most_at_once
+    )
 
 
 def compute(kv, seq, tokens, start, end):
@@ -189,11 +192,14 @@ def test_a_prefix_needs_only_what_its_window_still_sees(manager):
     admit(kv, 1, tokens)
     for start in range(0, 64, 16):
         compute(kv, 1, tokens, start, start + 16)
-    for page in [page for page in kv.tables(1)[1] if page]:  # all the window's pages that are left cover tokens 36 .. 63
+    # all the window's pages that are left cover tokens 36 .. 63
+    for page in [page for page in kv.tables(1)[1] if page]:
         assert page in kv.index
     kv.release(1)
-    taken = [kv._take() for _ in range(kv.pool.num_free - 16 - 7)]  # evicts what the window gave back first
-    assert cached(kv, tokens) == 60  # the last page's tokens are not all cached: the last one must be computed
+    # evicts what the window gave back first
+    taken = [kv._take() for _ in range(kv.pool.num_free - 16 - 7)]
+    # the last page's tokens are not all cached: the last one must be computed
+    assert cached(kv, tokens) == 60
     assert cached(kv, tokens[:50]) == 48
     assert cached(kv, tokens[:40]) == 0  # its window would see tokens 27 .. 35
     assert admit(kv, 2, tokens[:62]) == 60
@@ -240,8 +246,12 @@ def test_a_fork_shares_what_its_parent_holds(manager):
 
 
 def test_a_state_is_found_once_the_step_that_writes_it_is_planned(manager):
-    """Keys and values can be shared in that step; a state is read by what runs beside the one that writes it."""
-    kv, tokens = manager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40), list(range(40))
+    """Keys and values can be shared in that step; a state is read by what runs beside the one that
+    writes it."""
+    kv, tokens = (
+        manager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40),
+        list(range(40)),
+    )
     admit(kv, 1, tokens)
     kv.extend(1, 40)
     kv.record(1, tokens, 40)
@@ -267,7 +277,12 @@ def test_a_state_whose_page_was_taken_again_is_not_found(manager):
 
 
 @pytest.mark.parametrize(
-    "kinds", [(Group(4), state_group(64)), (state_group(64), state_group(64)), (Group(4, 9), state_group(64))]
+    "kinds",
+    [
+        (Group(4), state_group(64)),
+        (state_group(64), state_group(64)),
+        (Group(4, 9), state_group(64)),
+    ],
 )
 def test_a_state_is_kept_where_a_prompt_ends_and_where_the_common_part_of_two_does(manager, kinds):
     kv = manager(99, 4, groups=kinds, most_at_once=40)
@@ -316,7 +331,8 @@ def test_pages_that_a_window_gave_back_are_cleared_with_a_request_of_nan(manager
 
 
 def test_a_kept_state_gives_way_where_no_page_is_left_for_a_copy(manager):
-    """A step from the middle of a page into the next one, with all pages that such a sequence is said to hold at most."""
+    """A step from the middle of a page into the next one, with all pages that such a sequence is
+    said to hold at most."""
     group, first, second = state_group(16), [*range(12), 90, 91], [*range(12), *range(92, 98)]
     kv = manager(1 + group.most_pages(len(second), 6), 4, groups=(group,), most_at_once=6)
     admit(kv, 1, first)

@@ -20,5 +20,6 @@ def test_every_page_is_what_it_is():
     last = kv.tables(9)[0]
     kv.release(9)
     kinds = kv.map([7, 8])
-    assert [kinds[page - 1] for page in last] == [CACHED, FREE]  # its full page can be found, the other holds nothing
+    # its full page can be found, the other holds nothing
+    assert [kinds[page - 1] for page in last] == [CACHED, FREE]
     assert kinds.count(FREE) + kinds.count(CACHED) == kv.num_free_pages

@@ -25,7 +25,9 @@ def test_pages_are_taken_and_dropped_together_as_one_by_one(shared, kept):
     for page in (4, 2, 1):
         singly.drop(page)
     assert list(together.free_pages()) == list(singly.free_pages())
-    assert [together.references(page) for page in range(9)] == [singly.references(page) for page in range(9)]
+    assert [together.references(page) for page in range(9)] == [
+        singly.references(page) for page in range(9)
+    ]
     assert together.take_all(3) == [singly.take() for _ in range(3)]
     together.check_integrity()
 

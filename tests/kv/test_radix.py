@@ -39,7 +39,9 @@ def test_hits_are_those_of_a_dict_of_all_prefixes(page_size):
         longest = max((n for n in range(1, len(tokens)) if (salt, *tokens[:n]) in known), default=0)
         assert run_whole(by_tokens, seq, tokens, salt) == longest
         assert run_whole(by_hash, seq, tokens, salt) == longest // page_size * page_size
-        known |= {(salt, *tokens[:n]): True for n in range(1, len(tokens) // page_size * page_size + 1)}
+        known |= {
+            (salt, *tokens[:n]): True for n in range(1, len(tokens) // page_size * page_size + 1)
+        }
         num_within_pages += longest % page_size > 0
     by_hash.check_integrity()
     by_tokens.check_integrity()
@@ -47,10 +49,15 @@ def test_hits_are_those_of_a_dict_of_all_prefixes(page_size):
 
 
 class PlainCache:
-    """Pages named by all tokens up to their end; the free ones in the order in which they are taken."""
+    """Pages named by all tokens up to their end; the free ones in the order in which they are
+    taken."""
 
     def __init__(self, num_pages, page_size):
-        self.page_size, self.free, self.held = page_size, [("empty", i) for i in range(num_pages)], {}
+        self.page_size, self.free, self.held = (
+            page_size,
+            [("empty", i) for i in range(num_pages)],
+            {},
+        )
 
     def longest(self, tokens):
         names = {*self.free, *(name for held in self.held.values() for name in held)}
@@ -64,7 +71,9 @@ class PlainCache:
         self.free = [name for name in self.free if name not in self.held[seq]]
         for end in range(num + size, len(tokens) + size, size):
             del self.free[0]
-            self.held[seq].append(tuple(tokens[:end]) if end <= len(tokens) else ("partly filled", seq))
+            self.held[seq].append(
+                tuple(tokens[:end]) if end <= len(tokens) else ("partly filled", seq)
+            )
         return num
 
     def end(self, seq):
@@ -75,7 +84,8 @@ class PlainCache:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_evictions_are_those_of_a_list_of_pages(index):
-    """Many sequences at once in few pages: what is overwritten, and what can therefore be found, is the same after each step."""
+    """Many sequences at once in few pages: what is overwritten, and what can therefore be found, is
+    the same after each step."""
     chance, kv, plain = random.Random(5), KVManager(41, 4, index=index), PlainCache(40, 4)
     live, num_hits = [], 0
     for seq in range(600):
@@ -97,7 +107,8 @@ def test_evictions_are_those_of_a_list_of_pages(index):
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_no_page_outlives_one_before_it(index):
-    """Sequences that compute the same tokens at the same time, each in pages of its own, and end in any order."""
+    """Sequences that compute the same tokens at the same time, each in pages of its own, and end in
+    any order."""
     chance, kv = random.Random(11), KVManager(33, 2, index=index)
     live, num_copies = {}, 0
     for seq in range(1500):
@@ -120,7 +131,9 @@ def test_no_page_outlives_one_before_it(index):
         else:
             keys = kv.path([*tokens, 0]).keys
             found = [key in kv.index._page_of for key in keys]
-            assert found == sorted(found, reverse=True), "a page can be found, but not the one before it"
+            assert found == sorted(found, reverse=True), (
+                "a page can be found, but not the one before it"
+            )
     assert num_copies > 500
     assert kv.num_evicted > 1000
 
@@ -147,7 +160,8 @@ def test_a_page_that_the_same_step_writes_is_not_copied():
 
 
 def test_the_last_free_page_is_both_source_and_target():
-    """All pages are needed, also the one that begins with the right tokens: it need not be copied onto itself."""
+    """All pages are needed, also the one that begins with the right tokens: it need not be copied
+    onto itself."""
     kv = KVManager(4, 4, index="radix")
     run_whole(kv, 1, list(range(12)))
     start = kv.admit(2, 12, kv.path([*range(10), 98, 99]))
@@ -176,7 +190,8 @@ def test_the_tree_shrinks_to_nothing():
 
 
 def test_a_living_sequence_goes_on_where_its_tokens_were_forgotten():
-    """Its place in the tree was cut away, and others have grown there since: its pages are found by its own tokens only."""
+    """Its place in the tree was cut away, and others have grown there since: its pages are found by
+    its own tokens only."""
     kv = KVManager(40, 4, groups=(Group(4, window=4),), most_at_once=8, index="radix")
     tokens = list(range(40))
     kv.admit(1, 40, kv.path(tokens))

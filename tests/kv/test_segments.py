@@ -1,4 +1,5 @@
-"""Prompts with the same ids and other content behind them never share a page; the same text before it does."""
+"""Prompts with the same ids and other content behind them never share a page; the same text before
+it does."""
 
 import random
 
@@ -9,7 +10,15 @@ from tidemill.errors import InvalidRequest
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.kv.tiers import Tiers
 from tidemill.types.cache_layout import Group, state_group
-from tidemill.types.inputs import EMBEDDINGS, PICTURE, TOKEN_TYPE, Segment, check_segments, key_of, uncut
+from tidemill.types.inputs import (
+    EMBEDDINGS,
+    PICTURE,
+    TOKEN_TYPE,
+    Segment,
+    check_segments,
+    key_of,
+    uncut,
+)
 from tidemill.types.sampling import SamplingParams
 from tidemill.types.wire import Submit
 
@@ -40,7 +49,10 @@ def test_two_pictures_behind_the_same_ids_share_the_text_before_them_alone(index
     assert run_whole(kv, 3, prompt, ()) == len(TEXT)
     assert [run_whole(kv, 4, prompt, picture(key)) for key in (CAT, DOG, CAT)] == [32] * 3
     assert run_whole(kv, 5, prompt, picture(CAT, kind=TOKEN_TYPE)) == len(TEXT)
-    assert run_whole(kv, 6, prompt, picture(CAT, start=len(TEXT) + 4, length=4)) in (len(TEXT), len(TEXT) + 4)
+    assert run_whole(kv, 6, prompt, picture(CAT, start=len(TEXT) + 4, length=4)) in (
+        len(TEXT),
+        len(TEXT) + 4,
+    )
 
 
 @pytest.mark.parametrize("index", INDEXES)
@@ -67,7 +79,9 @@ def test_hits_are_those_of_prefixes_with_the_same_content(index, groups):
             at += length
         content = [(token, None) for token in tokens]
         for each in segments:
-            content[each.start : each.end] = [(token, each) for token, _ in content[each.start : each.end]]
+            content[each.start : each.end] = [
+                (token, each) for token, _ in content[each.start : each.end]
+            ]
         num = run_whole(kv, seq, tokens, segments)
         assert num == uncut(segments, num)
         assert num == 0 or (*content[:num],) in known, "a page of another content"
@@ -79,7 +93,10 @@ def test_pages_of_other_engines_and_routes_are_named_by_content_too():
     kv = KVManager(20, 16, tiers=Tiers(0, 0, [], page_bytes=100))
     cat, dog = (kv.behind.contents(kv.path(prompt, segments=picture(key))) for key in (CAT, DOG))
     assert len(cat & dog) == 1, "the page of text alone"
-    cat, dog = (keys_of(prompt, Submit("a", prompt, SamplingParams(), segments=picture(key, start=40))) for key in (CAT, DOG))
+    cat, dog = (
+        keys_of(prompt, Submit("a", prompt, SamplingParams(), segments=picture(key, start=40)))
+        for key in (CAT, DOG)
+    )
     assert cat[0] == dog[0]
     assert cat[1] != dog[1]
 

@@ -1,4 +1,5 @@
-"""Calibration of KVQuant by the command's own parts, its file and that file's faults; and the engine over such a cache."""
+"""Calibration of KVQuant by the command's own parts, its file and that file's faults; and the
+engine over such a cache."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,10 @@ from tidemill.types.model_config import AttentionSpec
 from tidemill.types.wire import Submit
 from tidemill.weights.kv_calibration import load_calibration
 
-TEXT = "\n".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(30))
+TEXT = "\n".join(
+    f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}."
+    for i in range(30)
+)
 PARAMS = SamplingParams(temperature=0.9, max_tokens=10, seed=5, logprobs=2)
 
 
@@ -45,8 +49,14 @@ def files(llm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
     (folder / "text.txt").write_text(TEXT)
     for bits in (4, 3, 4):  # the last again, to the same bytes
-        before = (folder / f"kvquant{bits}").read_bytes() if (folder / f"kvquant{bits}").exists() else None
-        options = CalibrateOptions(out=folder / f"kvquant{bits}", data=folder / "text.txt", bits=bits, num_tokens=600)
+        before = (
+            (folder / f"kvquant{bits}").read_bytes()
+            if (folder / f"kvquant{bits}").exists()
+            else None
+        )
+        options = CalibrateOptions(
+            out=folder / f"kvquant{bits}", data=folder / "text.txt", bits=bits, num_tokens=600
+        )
         calibrate(options, llm, Silent())
         assert before is None or (folder / f"kvquant{bits}").read_bytes() == before
     return folder
@@ -58,12 +68,15 @@ def model(tiny_folder):
 
 
 def ids(model, num, seed):
-    return torch.randint(2, model.config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        2, model.config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 @pytest.mark.parametrize("kind", ["kvquant4", "kvquant3"])
 def test_tokens_depend_on_the_request_alone(model, files, kind):
-    """Alone, among others, in chunks, in other pages, with a cached prefix, and after preemption: bit for bit."""
+    """Alone, among others, in chunks, in other pages, with a cached prefix, and after preemption:
+    bit for bit."""
 
     def core(**options):
         return make_core(model, kv_dtype=kind, kv_calibration=str(files / kind), **options)
@@ -92,25 +105,36 @@ def test_tokens_depend_on_the_request_alone(model, files, kind):
 
 
 def test_the_cache_is_close_to_the_model(model, files):
-    """In logprobs of a prompt: 4 bits nearer than 3, and both near. Without the compiled kernels, nearly the same."""
+    """In logprobs of a prompt: 4 bits nearer than 3, and both near. Without the compiled kernels,
+    nearly the same."""
     prompt = ids(model, 60, 1)
 
     def logprobs(**options):
-        found = run(make_core(model, prefix_caching=False, **options), {"x": (prompt, greedy(1, prompt_logprobs=0))})["x"]
+        found = run(
+            make_core(model, prefix_caching=False, **options),
+            {"x": (prompt, greedy(1, prompt_logprobs=0))},
+        )["x"]
         return torch.tensor([entry.logprob for entry in found.prompt_logprobs])
 
     exact = logprobs()
-    four, three = (logprobs(kv_dtype=kind, kv_calibration=str(files / kind)) for kind in ("kvquant4", "kvquant3"))
+    four, three = (
+        logprobs(kv_dtype=kind, kv_calibration=str(files / kind))
+        for kind in ("kvquant4", "kvquant3")
+    )
     assert 0 < (four - exact).abs().mean() < (three - exact).abs().mean() < 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "lib", None)
         torch.testing.assert_close(
-            logprobs(kv_dtype="kvquant4", kv_calibration=str(files / "kvquant4")), four, rtol=1e-3, atol=1e-3
+            logprobs(kv_dtype="kvquant4", kv_calibration=str(files / "kvquant4")),
+            four,
+            rtol=1e-3,
+            atol=1e-3,
         )
 
 
 def test_sensitivity_is_the_gradient_of_the_output():
-    """By autograd: the sum over outputs of squared derivatives, for each number of keys and each token's values."""
+    """By autograd: the sum over outputs of squared derivatives, for each number of keys and each
+    token's values."""
     torch.manual_seed(0)
     num, dim = 6, 8
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=dim, scale=0.4, rotation=None)
@@ -118,10 +142,18 @@ def test_sensitivity_is_the_gradient_of_the_output():
     angles = Angles(angle.cos(), angle.sin())  # of six dimensions; two are not rotated
     q, k, v = torch.randn(num, 2, dim), torch.randn(num, 1, dim), torch.randn(num, 1, dim)
 
-    by_key = torch.autograd.functional.jacobian(lambda x: _output(q, x, v, angles), k).square().sum((0, 1, 2))
+    by_key = (
+        torch.autograd.functional.jacobian(lambda x: _output(q, x, v, angles), k)
+        .square()
+        .sum((0, 1, 2))
+    )
     key_weights, value_weights = sensitivity(q, k, v, spec, angles)
     torch.testing.assert_close(key_weights, by_key, rtol=1e-3, atol=1e-6)
-    by_value = torch.autograd.functional.jacobian(lambda x: _output(q, k, x, angles), v)[..., 0].square().sum((0, 1, 2))[..., 0]
+    by_value = (
+        torch.autograd.functional.jacobian(lambda x: _output(q, k, x, angles), v)[..., 0]
+        .square()
+        .sum((0, 1, 2))[..., 0]
+    )
     torch.testing.assert_close(value_weights[:, 0], by_value, rtol=1e-3, atol=1e-6)
 
 
@@ -135,7 +167,9 @@ def _output(q, k, v, angles):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     scores = torch.einsum("tnd,sgd->nts", turn(q), turn(k)) * 0.4
-    probs = scores.masked_fill(torch.ones(num, num, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    probs = scores.masked_fill(
+        torch.ones(num, num, dtype=torch.bool).triu(1), float("-inf")
+    ).softmax(-1)
     return torch.einsum("nts,sgd->tnd", probs, v)
 
 
@@ -166,7 +200,17 @@ def test_samples_are_bounded(llm):
 def test_the_command_writes_its_own_text(tiny_folder, tmp_path):
     out = tmp_path / "made.safetensors"
     text = ["--samples", "1", "--seq-len", "256"]
-    arguments = ["calibrate-kv", str(tiny_folder), "--bits", "3", *text, "--threads", "1", "-o", str(out)]
+    arguments = [
+        "calibrate-kv",
+        str(tiny_folder),
+        "--bits",
+        "3",
+        *text,
+        "--threads",
+        "1",
+        "-o",
+        str(out),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "--kv-dtype kvquant3 --kv-calibration" in result.output
@@ -196,7 +240,11 @@ def test_too_little_text_and_a_model_of_nan(llm, tmp_path, monkeypatch):
     embed = type(model).embed_at
     monkeypatch.setattr(type(model), "embed_at", lambda *given: embed(*given) * float("nan"))
     with pytest.raises(CalibrationError, match="not finite"):
-        calibrate(CalibrateOptions(out=tmp_path / "x", data=tmp_path / "long.txt", num_tokens=300), llm, Silent())
+        calibrate(
+            CalibrateOptions(out=tmp_path / "x", data=tmp_path / "long.txt", num_tokens=300),
+            llm,
+            Silent(),
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -216,12 +264,20 @@ def rewritten(source, target, change, said=None):
         (lambda t: t.pop("scales"), {}, "scales is missing"),
         (lambda t: t.update(more=torch.ones(2)), {}, "more has no place"),
         (lambda t: t.update(scales=torch.ones(1, 2, 2, 16)), {}, "has shape"),
-        (lambda t: t["offsets"].fill_(float("nan")), {}, "offsets holds values that are not finite"),
+        (
+            lambda t: t["offsets"].fill_(float("nan")),
+            {},
+            "offsets holds values that are not finite",
+        ),
         (lambda t: t["scales"].zero_(), {}, "not positive"),
         (lambda t: t.update(key_levels=t["key_levels"].flip(-1).contiguous()), {}, "not ascending"),
         (lambda t: t.update(scales=t["scales"].half()), {}, "type F16"),
         (lambda t: None, {"format": 9}, "format '9' is not known"),
-        (lambda t: None, {"config": "0" * 64, "model": {"num_layers": 99}}, "another model: its num_layers is 99"),
+        (
+            lambda t: None,
+            {"config": "0" * 64, "model": {"num_layers": 99}},
+            "another model: its num_layers is 99",
+        ),
         (lambda t: None, {"kv_dtype": "kvquant3"}, "Use --kv-dtype kvquant3"),
         (lambda t: t.update(more=torch.ones(2**19)), {}, "larger than"),
     ],
@@ -234,7 +290,11 @@ def test_a_wrong_file_is_refused(model, files, tmp_path, change, said, match):
 
 def test_a_file_that_is_none(model, files, tmp_path):
     whole = (files / "kvquant4").read_bytes()
-    for content, match in ((whole[:-100], "truncated"), (whole[:5], "truncated"), (b"{}" * 50, "truncated")):
+    for content, match in (
+        (whole[:-100], "truncated"),
+        (whole[:5], "truncated"),
+        (b"{}" * 50, "truncated"),
+    ):
         (tmp_path / "cut").write_bytes(content)
         with pytest.raises(CalibrationError, match=match):
             load_calibration(tmp_path / "cut", model.config, "kvquant4")

@@ -1,4 +1,5 @@
-"""Decoders saved without their heads, as those that make embeddings are: against Transformers in float32."""
+"""Decoders saved without their heads, as those that make embeddings are: against Transformers in
+float32."""
 
 import json
 
@@ -25,7 +26,10 @@ def save(family, path):
 def vectors(core, asked, pooling):
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     answers = run(core, {name: (ids, params) for name, ids in asked.items()})
-    return {name: torch.tensor(answer.last.embedding, dtype=torch.float64) for name, answer in answers.items()}
+    return {
+        name: torch.tensor(answer.last.embedding, dtype=torch.float64)
+        for name, answer in answers.items()
+    }
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -62,7 +66,9 @@ def test_without_a_head_nothing_is_generated(tmp_path):
     save("Qwen3", tmp_path)
     config = load_model(tmp_path).config
     assert config.own_pooling == "last"
-    with pytest.raises(InvalidRequest, match=r"has no output head: it makes embeddings and generates no text"):
+    with pytest.raises(
+        InvalidRequest, match=r"has no output head: it makes embeddings and generates no text"
+    ):
         config.check_pooling(None)
     with pytest.raises(InvalidRequest, match=r"knows nothing of the others"):
         config.check_pooling("cls")
@@ -75,7 +81,9 @@ def test_a_tied_head_generates(tmp_path):
     reference.save_pretrained(tmp_path / "whole")
     edit_config(tmp_path / "base", architectures=["Qwen3ForCausalLM"])
     asked = {"x": (list(range(5, 40)), greedy(8))}
-    base, whole = (run(make_core(load_model(tmp_path / name)), asked)["x"] for name in ("base", "whole"))
+    base, whole = (
+        run(make_core(load_model(tmp_path / name)), asked)["x"] for name in ("base", "whole")
+    )
     assert base.tokens == whole.tokens
 
 

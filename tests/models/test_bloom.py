@@ -1,4 +1,5 @@
-"""BLOOM, which has ALiBi: against Transformers in float32, in any company, on the GPU's runner without a GPU."""
+"""BLOOM, which has ALiBi: against Transformers in float32, in any company, on the GPU's runner
+without a GPU."""
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ def make(**more):
     from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 48, "n_layer": 3, "n_head": 6, "initializer_range": 0.2}
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "initializer_range": 0.2,
+    }
     model = BloomForCausalLM(BloomConfig(**sizes | more)).eval().float()
     for name, weight in model.named_parameters():
         is_norm = name.endswith("weight") and ("norm" in name or "ln_f" in name)
@@ -37,9 +44,14 @@ def test_tokens_and_logits_equal_transformers(saved):
     asked = prompts(6, 256)
     with torch.inference_mode():
         for prompt in sorted(asked.values(), key=len)[-2:]:
-            assert (prompt_logits(model, prompt) - reference(torch.tensor([prompt])).logits[0]).abs().max() < 1e-3
+            assert (
+                prompt_logits(model, prompt) - reference(torch.tensor([prompt])).logits[0]
+            ).abs().max() < 1e-3
     outputs = run(make_core(model), {name: (prompt, greedy(12)) for name, prompt in asked.items()})
-    agreed = [reference_agrees(reference, prompt, outputs[name].tokens)[0] for name, prompt in asked.items()]
+    agreed = [
+        reference_agrees(reference, prompt, outputs[name].tokens)[0]
+        for name, prompt in asked.items()
+    ]
     assert sum(agreed) >= 0.98 * 6 * 12
 
 
@@ -63,7 +75,9 @@ def test_names_without_the_prefix(saved, tmp_path):
             weights[name.removeprefix("transformer.")] = weights.pop(name)
 
     edit_weights(tmp_path, rename)
-    edit_config(tmp_path, hidden_size=None, n_embed=48, n_head=None, num_attention_heads=6, seq_length=512)
+    edit_config(
+        tmp_path, hidden_size=None, n_embed=48, n_head=None, num_attention_heads=6, seq_length=512
+    )
     model = load_model(tmp_path)
     assert model.config.max_context == 512
     assert torch.equal(prompt_logits(model, [5, 6, 7]), prompt_logits(load_model(path), [5, 6, 7]))
@@ -73,7 +87,10 @@ def test_names_without_the_prefix(saved, tmp_path):
     ("changes", "words"),
     [
         ({"n_head": 5}, "5 heads do not divide 48 dimensions"),
-        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm",
+        ),
         ({"n_layer": 2}, "has no place"),
         ({"hidden_size": 96}, "the tensors hold"),
     ],

@@ -1,4 +1,5 @@
-"""Encoders against Transformers in float32, on small random models: embeddings, scores, and equal bits alone and among others."""
+"""Encoders against Transformers in float32, on small random models: embeddings, scores, and equal
+bits alone and among others."""
 
 import dataclasses
 import json
@@ -20,18 +21,29 @@ from tidemill.types.sampling import SamplingParams
 from tidemill.types.wire import Submit
 from tidemill.weights.checkpoint import open_checkpoint
 
-MORE = {"Electra": {"embedding_size": 32}, "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2}}
+MORE = {
+    "Electra": {"embedding_size": 32},
+    "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2},
+}
 
 
 def prompts() -> list[list[int]]:
     """Around the kernels' blocks of 32 keys and tiles of queries, and as long as the model takes."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(4, 90, (num,), generator=generator).tolist() for num in (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 128)]
+    return [
+        torch.randint(4, 90, (num,), generator=generator).tolist()
+        for num in (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 128)
+    ]
 
 
-def pooled(core, asked: dict[str, list[int]], how: str, pair_start: int = 0, **more) -> dict[str, list[float]]:
+def pooled(
+    core, asked: dict[str, list[int]], how: str, pair_start: int = 0, **more
+) -> dict[str, list[float]]:
     params = SamplingParams(max_tokens=1, pooling=how, **more)
-    answers = run(core, {name: (ids, params, second_text(pair_start, len(ids))) for name, ids in asked.items()})
+    answers = run(
+        core,
+        {name: (ids, params, second_text(pair_start, len(ids))) for name, ids in asked.items()},
+    )
     return {name: answer.last.embedding for name, answer in answers.items()}
 
 
@@ -44,7 +56,9 @@ ENCODERS = [
 @pytest.fixture(scope="module", params=ENCODERS)
 def saved(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    reference = make_encoder(path, request.param, **MORE.get(request.param.partition("For")[0].removesuffix("Model"), {}))
+    reference = make_encoder(
+        path, request.param, **MORE.get(request.param.partition("For")[0].removesuffix("Model"), {})
+    )
     return getattr(reference, reference.base_model_prefix, reference), path
 
 
@@ -54,15 +68,22 @@ def test_embeddings_equal_transformers_alone_and_among_others(saved, backend):
     core = make_core(model, token_budget=200, max_requests=16)  # several steps: some inputs wait
     together = pooled(core, asked, "mean")
     for name, ids in asked.items():
-        assert (torch.tensor(together[name]) - reference_embedding(reference, ids)).abs().max() < 1e-5
+        assert (
+            torch.tensor(together[name]) - reference_embedding(reference, ids)
+        ).abs().max() < 1e-5
     for name in ("0", "3", "5", "10"):
-        assert pooled(make_core(model, max_requests=16), {name: asked[name]}, "mean")[name] == together[name]
+        assert (
+            pooled(make_core(model, max_requests=16), {name: asked[name]}, "mean")[name]
+            == together[name]
+        )
     assert all(item.samples for item in _plans(core, asked)), "an input was computed in parts"
 
 
 def _plans(core, asked):
     for name, ids in asked.items():
-        core.submit(Submit(name, ids, SamplingParams(max_tokens=1, pooling="mean"), priority=1_000_000))
+        core.submit(
+            Submit(name, ids, SamplingParams(max_tokens=1, pooling="mean"), priority=1_000_000)
+        )
     while core.has_work:
         plan = core.scheduler.plan()
         result = core.runner.collect(core.runner.launch(plan))
@@ -98,7 +119,9 @@ def test_scores_of_pairs_equal_transformers(family, tmp_path, backend):
     llm = LLM(str(tmp_path), progress=False)
     first, second = "the old mill", ["slow water turns the wheel", "night", "a boat of stone " * 20]
     made = llm.score(first, second)
-    assert [one.outputs.score for one in llm.score([first] * 3, second)] == [one.score for one in made]
+    assert [one.outputs.score for one in llm.score([first] * 3, second)] == [
+        one.score for one in made
+    ]
     for text, one in zip(second, made, strict=True):
         ids, start = llm.tokenizer.encode_pair(first, text, max_tokens=128)
         types = torch.tensor([[int(i >= start) for i in range(len(ids))]])
@@ -119,7 +142,9 @@ def test_a_classifier_of_several_labels_has_no_score(tmp_path):
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
 def test_probabilities_of_a_classifiers_labels(tmp_path, problem):
-    reference = make_encoder(tmp_path, "BertForSequenceClassification", num_labels=3, problem_type=problem)
+    reference = make_encoder(
+        tmp_path, "BertForSequenceClassification", num_labels=3, problem_type=problem
+    )
     llm = LLM(str(tmp_path), progress=False)
     texts = ["the old mill", "night"]
     made, tensors = llm.classify(texts), llm.encode(texts)
@@ -167,7 +192,9 @@ def test_llm_embeds_many_texts_and_scores_by_cosine(tmp_path):
         expected = reference_embedding(reference, llm.tokenizer.encode(texts[i]))
         assert (torch.tensor(made[i].outputs.embedding) - expected).abs().max() < 1e-5
     (scored,) = llm.score(texts[5], texts[8])
-    cosine = torch.nn.functional.cosine_similarity(*(torch.tensor(made[i].embedding).double() for i in (5, 8)), dim=0)
+    cosine = torch.nn.functional.cosine_similarity(
+        *(torch.tensor(made[i].embedding).double() for i in (5, 8)), dim=0
+    )
     assert abs(scored.score - cosine.item()) < 1e-6
     long = "sea " * 40
     with pytest.raises(ContextTooLong, match="42 tokens, and this model takes 32"):
@@ -191,7 +218,9 @@ def test_options_of_an_encoder(tmp_path):
     config = engine_config(model)
     assert not config.prefix_caching
     assert config.token_budget >= config.max_context == 130
-    assert config.kv_bytes == config.num_pages * config.page_size * 2 * 48 * 4, "layers share one place for keys and values"
+    assert config.kv_bytes == config.num_pages * config.page_size * 2 * 48 * 4, (
+        "layers share one place for keys and values"
+    )
     with pytest.raises(ConfigError, match="must hold 130 tokens"):
         engine_config(model, token_budget=100)
     for policy in ("splitfuse", "static", "none", "prefill-first"):  # none of them cuts an input
@@ -206,7 +235,11 @@ def test_stored_position_ids_are_no_weights(tmp_path):
 
     make_encoder(tmp_path, "BertModel")
     file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {"embeddings.position_ids": torch.arange(130)[None]}, file, {"format": "pt"})
+    save_file(
+        load_file(file) | {"embeddings.position_ids": torch.arange(130)[None]},
+        file,
+        {"format": "pt"},
+    )
     model = load_model(tmp_path)
     config = engine_config(model, dtype="auto")
     assert (config.dtype, config.kv_dtype) == ("float32", "float32")
@@ -249,7 +282,11 @@ def test_a_wrong_folder_is_refused_by_name(name, change, problem, tmp_path):
 
 def test_other_modules_are_refused(tmp_path):
     make_encoder(tmp_path, "BertModel")
-    for listed in ('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]', "{}x", '["a"]'):
+    for listed in (
+        '[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]',
+        "{}x",
+        '["a"]',
+    ):
         (tmp_path / "modules.json").write_text(listed)
         checkpoint = open_checkpoint(tmp_path)
         with pytest.raises(CheckpointError, match=r"modules\.json"):
@@ -274,5 +311,7 @@ def test_activations_and_layer_norm_by_row(act, width):
         total = residual.clone()
         made = function(x[2:], total, weight, bias, 1e-12)
         assert torch.allclose(total, residual + x[2:])
-        assert torch.allclose(made, torch.nn.functional.layer_norm(total, (width,), weight, bias, 1e-12), atol=1e-4)
+        assert torch.allclose(
+            made, torch.nn.functional.layer_norm(total, (width,), weight, bias, 1e-12), atol=1e-4
+        )
         assert torch.equal(function(None, total[4:5].clone(), weight, bias, 1e-12), made[4:5])

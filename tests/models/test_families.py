@@ -1,4 +1,5 @@
-"""Each family against Transformers in float32, on small random models; contexts go beyond every window."""
+"""Each family against Transformers in float32, on small random models; contexts go beyond every
+window."""
 
 import json
 
@@ -23,7 +24,8 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-6, "pad_token_id": 0,
 }  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
-SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [1.5, 2.0, 3.0, 4.0, 6.0, 8.0]  # of 12 rotated dimensions of 16
+# of 12 rotated dimensions of 16
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
 FAMILIES = {
     "Qwen2": {},
     "Qwen2 with windows": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2},
@@ -107,14 +109,26 @@ def make(family, **more):
     import transformers
 
     name = family.split()[0]
-    sizes = {"vocab_size": 256, "initializer_range": 0.2, "tie_word_embeddings": True} if name == "GPT2" else SIZES
-    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes | FAMILIES[family] | more)
+    sizes = (
+        {"vocab_size": 256, "initializer_range": 0.2, "tie_word_embeddings": True}
+        if name == "GPT2"
+        else SIZES
+    )
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(
+        **sizes | FAMILIES[family] | more
+    )
     if family == "Gemma3 with vision":
-        config = transformers.Gemma3Config(text_config=config, vision_config=VISION, mm_tokens_per_image=4)
+        config = transformers.Gemma3Config(
+            text_config=config, vision_config=VISION, mm_tokens_per_image=4
+        )
     torch.manual_seed(0)
-    reference = getattr(transformers, MODELS.get(family, f"{name}ForCausalLM"))(config).eval().float()
+    reference = (
+        getattr(transformers, MODELS.get(family, f"{name}ForCausalLM"))(config).eval().float()
+    )
     for weight_name, weight in reference.named_parameters():
-        is_norm = weight_name.endswith("weight") and ("norm" in weight_name or ".ln_" in weight_name)
+        is_norm = weight_name.endswith("weight") and (
+            "norm" in weight_name or ".ln_" in weight_name
+        )
         if is_norm or weight_name.endswith("bias"):
             weight.data.normal_(1.0 if is_norm and "Gemma" not in name else 0.0, 0.2)
     return reference
@@ -123,8 +137,16 @@ def make(family, **more):
 def gguf_keys(config):
     """Keys of a family's own."""
     c, arch = config, arch_of(config)
-    windows = {f"{arch}.attention.sliding_window": c.sliding_window or 0} if hasattr(c, "sliding_window") else {}
-    keys = {f"{arch}.attention.key_length": c.head_dim} if arch in ("qwen3", "gemma2", "gemma3") else {}
+    windows = (
+        {f"{arch}.attention.sliding_window": c.sliding_window or 0}
+        if hasattr(c, "sliding_window")
+        else {}
+    )
+    keys = (
+        {f"{arch}.attention.key_length": c.head_dim}
+        if arch in ("qwen3", "gemma2", "gemma3")
+        else {}
+    )
     if c.model_type in ("gemma2", "gemma3_text", "olmo3"):
         pattern = [kind == "sliding_attention" for kind in c.layer_types]
         keys |= {**windows, f"{arch}.attention.sliding_window_pattern": pattern}
@@ -135,8 +157,14 @@ def gguf_keys(config):
         keys |= {"olmo2.rope.scaling.type": "yarn", "olmo2.rope.scaling.factor": 4.0}
         keys |= {"olmo2.rope.scaling.original_context_length": 64}
     if arch == "phi3":
-        keys |= windows | {"phi3.rope.scaling.original_context_length": c.original_max_position_embeddings}
-        keys |= {"phi3.rope.scaling.attn_factor": 1.118033988749895} if c.rope_parameters["rope_type"] == "longrope" else {}
+        keys |= windows | {
+            "phi3.rope.scaling.original_context_length": c.original_max_position_embeddings
+        }
+        keys |= (
+            {"phi3.rope.scaling.attn_factor": 1.118033988749895}
+            if c.rope_parameters["rope_type"] == "longrope"
+            else {}
+        )
     if arch == "olmo" and c.clip_qkv:
         keys["olmo.attention.clamp_kqv"] = c.clip_qkv
     if arch in ("gemma", "seed_oss", "glm4"):
@@ -151,8 +179,14 @@ def gguf_keys(config):
     if arch == "stablelm":
         keys["stablelm.use_parallel_residual"] = c.use_parallel_residual
     if arch == "granite":
-        keys |= {"granite.embedding_scale": c.embedding_multiplier, "granite.attention.scale": c.attention_multiplier}
-        keys |= {"granite.residual_scale": c.residual_multiplier, "granite.logit_scale": c.logits_scaling}
+        keys |= {
+            "granite.embedding_scale": c.embedding_multiplier,
+            "granite.attention.scale": c.attention_multiplier,
+        }
+        keys |= {
+            "granite.residual_scale": c.residual_multiplier,
+            "granite.logit_scale": c.logits_scaling,
+        }
     return keys
 
 
@@ -162,9 +196,15 @@ def save(family, how, path):
     if how == "safetensors":
         reference.save_pretrained(path)
         return reference, path
-    tensors = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG} if "longrope" in family else {}
+    tensors = (
+        {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
+        if "longrope" in family
+        else {}
+    )
     extra = {name: np.array(values, np.float32) for name, values in tensors.items()}
-    return reference, write_gguf(path / "model.gguf", reference, extra=extra, strings=gguf_keys(reference.config))
+    return reference, write_gguf(
+        path / "model.gguf", reference, extra=extra, strings=gguf_keys(reference.config)
+    )
 
 
 ALL = [(family, "safetensors") for family in FAMILIES] + [(family, "gguf") for family in IN_GGUF]
@@ -175,7 +215,9 @@ def saved(request, tmp_path_factory):
     return save(*request.param, tmp_path_factory.mktemp("family"))
 
 
-@pytest.mark.parametrize(("num_prompts", "num_tokens"), [(5, 8), pytest.param(20, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_prompts", "num_tokens"), [(5, 8), pytest.param(20, 32, marks=pytest.mark.slow)]
+)
 def test_tokens_and_logits_equal_transformers(saved, num_prompts, num_tokens):
     reference, path = saved
     model = load_model(path)
@@ -187,7 +229,9 @@ def test_tokens_and_logits_equal_transformers(saved, num_prompts, num_tokens):
     core = make_core(model, max_context=256)
     assert core.runner.fallback == ("" if native.lib else core.runner.fallback)
     outputs = run(core, {name: (prompt, greedy(num_tokens)) for name, prompt in asked.items()})
-    results = [reference_agrees(reference, prompt, outputs[name].tokens) for name, prompt in asked.items()]
+    results = [
+        reference_agrees(reference, prompt, outputs[name].tokens) for name, prompt in asked.items()
+    ]
     assert sum(agreed for agreed, _ in results) >= 0.98 * num_prompts * num_tokens
 
 
@@ -198,7 +242,10 @@ def folder(request, tmp_path):
 
 
 def mostly_slow(families):
-    return [pytest.param(family, marks=[] if family in OFTEN else pytest.mark.slow) for family in families]
+    return [
+        pytest.param(family, marks=[] if family in OFTEN else pytest.mark.slow)
+        for family in families
+    ]
 
 
 @pytest.mark.parametrize("folder", mostly_slow(FAMILIES), indirect=True)
@@ -244,7 +291,8 @@ def test_tokens_do_not_depend_on_the_company(folder):
 
 @pytest.mark.parametrize("how", ["safetensors", "gguf"])
 def test_the_longest_context_decides_longropes_factors(how, tmp_path):
-    """Transformers goes by the length of each sequence: below the original context its short factors are replaced to compare."""
+    """Transformers goes by the length of each sequence: below the original context its short
+    factors are replaced to compare."""
     family = "Phi3 with longrope"
     reference, path = save(family, how, tmp_path)
     rope = FAMILIES[family]["rope_parameters"]
@@ -253,9 +301,15 @@ def test_the_longest_context_decides_longropes_factors(how, tmp_path):
     assert "256" in model.config.notes[0]
     prompt = [token for tokens in prompts(8, 256).values() for token in tokens]
     with torch.inference_mode():
-        for length, max_context, of in ((100, 256, reference), (100, 257, always_long), (300, 1024, reference)):
+        for length, max_context, of in (
+            (100, 256, reference),
+            (100, 257, always_long),
+            (300, 1024, reference),
+        ):
             expected = of(torch.tensor([prompt[:length]])).logits[0]
-            assert (prompt_logits(model, prompt[:length], max_context=max_context) - expected).abs().max() < 1e-3
+            assert (
+                prompt_logits(model, prompt[:length], max_context=max_context) - expected
+            ).abs().max() < 1e-3
         short, long = (of(torch.tensor([prompt[:100]])).logits for of in (reference, always_long))
         assert (short - long).abs().max() > 0.1
 
@@ -264,7 +318,13 @@ def test_older_files_say_longrope_differently(tmp_path):
     make("Phi3 with longrope").save_pretrained(tmp_path)
     newer = load_model(tmp_path).config
     rope = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
-    edit_config(tmp_path, rope_parameters=None, rope_scaling=rope, rope_theta=10000.0, partial_rotary_factor=0.75)
+    edit_config(
+        tmp_path,
+        rope_parameters=None,
+        rope_scaling=rope,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.75,
+    )
     assert load_model(tmp_path).config == newer
 
 
@@ -283,12 +343,19 @@ def test_fused_matrices_stay_quantized(family, tmp_path):
     """Pieces of a quantized matrix are its rows."""
     if native.lib is None:
         pytest.skip(native.why)
-    reference = make(family, **({"n_inner": 128} if family == "GPT2" else {"intermediate_size": 128}))
+    reference = make(
+        family, **({"n_inner": 128} if family == "GPT2" else {"intermediate_size": 128})
+    )
     file = write_gguf(
-        tmp_path / "q.gguf", reference, quantize=gguf.GGMLQuantizationType.Q8_0, strings=gguf_keys(reference.config)
+        tmp_path / "q.gguf",
+        reference,
+        quantize=gguf.GGMLQuantizationType.Q8_0,
+        strings=gguf_keys(reference.config),
     )
     quantized, exact = load_model(file, "quantized"), load_model(file)
-    linears = [layer.weight for block in quantized.blocks for layer in (block.attn.qkv, block.mlp.down)]
+    linears = [
+        layer.weight for block in quantized.blocks for layer in (block.attn.qkv, block.mlp.down)
+    ]
     assert {type(linear).__name__ for linear in linears} == {"QuantizedPanels"}
     prompt = list(range(5, 65))
     one, other = (prompt_logits(model, prompt) for model in (quantized, exact))
@@ -298,10 +365,17 @@ def test_fused_matrices_stay_quantized(family, tmp_path):
 def test_first_ggufs_of_phi_hold_q_k_and_v_in_one_matrix(tmp_path):
     reference = make("Phi", num_key_value_heads=4)
     newer, fused = write_gguf(tmp_path / "new.gguf", reference), {}
-    parts = [f"blk.{layer}.attn_{part}.{kind}" for layer in range(4) for kind in ("weight", "bias") for part in "qkv"]
+    parts = [
+        f"blk.{layer}.attn_{part}.{kind}"
+        for layer in range(4)
+        for kind in ("weight", "bias")
+        for part in "qkv"
+    ]
     for i in range(0, len(parts), 3):
         layer = reference.model.layers[i // 6].self_attn
-        some = [getattr(getattr(layer, f"{part}_proj"), parts[i].rpartition(".")[2]) for part in "qkv"]
+        some = [
+            getattr(getattr(layer, f"{part}_proj"), parts[i].rpartition(".")[2]) for part in "qkv"
+        ]
         fused[parts[i].replace("attn_q", "attn_qkv")] = torch.cat(some).detach().numpy()
     older = write_gguf(tmp_path / "old.gguf", reference, drop=parts, extra=fused)
     one, other = (prompt_logits(load_model(path), list(range(5, 65))) for path in (newer, older))
@@ -351,8 +425,8 @@ def test_newer_files_name_the_text_model_differently(folder):
 @pytest.mark.parametrize("name", ["language_model.lm_head.weight", "lm_head.weight"])
 @pytest.mark.parametrize("in_text", [True, False, None])
 def test_gemma3_with_vision_and_a_head_of_its_own(name, in_text, tmp_path):
-    """Of the two places that say whether the head is the embeddings' table, Transformers goes by the outer one; a stored head
-    with other values counts, whatever they say."""
+    """Of the two places that say whether the head is the embeddings' table, Transformers goes by
+    the outer one; a stored head with other values counts, whatever they say."""
     reference = make("Gemma3 with vision")
     reference.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
@@ -366,7 +440,9 @@ def test_gemma3_with_vision_and_a_head_of_its_own(name, in_text, tmp_path):
         with torch.inference_mode():
             logits = expected(torch.tensor([prompt])).logits[0]
         assert torch.equal(expected.lm_head.weight, head)
-        assert (prompt_logits(load_model(tmp_path), prompt, max_context=256) - logits).abs().max() < 1e-3
+        assert (
+            prompt_logits(load_model(tmp_path), prompt, max_context=256) - logits
+        ).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("size", ["4b", "27b"])
@@ -384,12 +460,26 @@ def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
         },
     }[size]  # fmt: skip
-    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    settings = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     checkpoint = open_checkpoint(tmp_path)
-    ours, theirs = model_class(checkpoint).read_config(checkpoint), transformers.Gemma3TextConfig(**text)
-    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert (ours.vocab_size, ours.max_context, ours.norm_eps) == (262208, 131072, theirs.rms_norm_eps)
+    ours, theirs = (
+        model_class(checkpoint).read_config(checkpoint),
+        transformers.Gemma3TextConfig(**text),
+    )
+    assert (ours.num_heads, ours.num_kv_heads) == (
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+    )
+    assert (ours.vocab_size, ours.max_context, ours.norm_eps) == (
+        262208,
+        131072,
+        theirs.rms_norm_eps,
+    )
     assert ours.head_dim == theirs.head_dim
     assert ours.tie_embeddings
     assert ours.act == "gelu_tanh"
@@ -398,7 +488,9 @@ def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
         assert spec.window == (1024 if kind == "sliding_attention" else 0)
         assert spec.scale == theirs.query_pre_attn_scalar**-0.5
         assert spec.rotation.theta == rope["rope_theta"]
-        assert (spec.rotation.scaling.factor if spec.rotation.scaling else None) == rope.get("factor")
+        assert (spec.rotation.scaling.factor if spec.rotation.scaling else None) == rope.get(
+            "factor"
+        )
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
@@ -421,24 +513,36 @@ def shorten(name):
 QKV, C_ATTN = "model.layers.1.self_attn.qkv_proj.weight", "transformer.h.1.attn.c_attn.weight"
 WRONG_WEIGHTS = {
     ("Phi3", "tensor model.layers.1.self_attn.qkv_proj.weight is missing"): pop(QKV),
-    ("Phi3", "qkv_proj.weight has shape [127, 64]; the model's configuration asks for [128, 64]"): shorten(QKV),
-    ("GPT2", "c_attn.weight has shape [192, 63]; the model's configuration asks for [192, 64]"): shorten(C_ATTN),
+    (
+        "Phi3",
+        "qkv_proj.weight has shape [127, 64]; the model's configuration asks for [128, 64]",
+    ): shorten(QKV),
+    (
+        "GPT2",
+        "c_attn.weight has shape [192, 63]; the model's configuration asks for [192, 64]",
+    ): shorten(C_ATTN),
     ("Phi", "tensor lm_head.bias is missing"): pop("lm_head.bias"),
     ("Phi", "tensor model.layers.2.mlp.fc1.bias is missing"): pop("model.layers.2.mlp.fc1.bias"),
     ("GPT2", "tensor transformer.wpe.weight is missing"): pop("transformer.wpe.weight"),
     ("GPT2", "tensor transformer.h.0.ln_1.bias is missing"): pop("transformer.h.0.ln_1.bias"),
     ("GPT2", "transformer.x has no place"): lambda weights: weights.update({"x": torch.zeros(3)}),
-    ("Olmo", "model.norm.weight has no place"): lambda weights: weights.update({"model.norm.weight": torch.zeros(64)}),
-    ("Olmo2", "self_attn.q_norm.weight has shape [63]"): shorten("model.layers.2.self_attn.q_norm.weight"),
+    ("Olmo", "model.norm.weight has no place"): lambda weights: weights.update(
+        {"model.norm.weight": torch.zeros(64)}
+    ),
+    ("Olmo2", "self_attn.q_norm.weight has shape [63]"): shorten(
+        "model.layers.2.self_attn.q_norm.weight"
+    ),
     ("Olmo2", "tensor model.layers.0.post_feedforward_layernorm.weight is missing"): pop(
         "model.layers.0.post_feedforward_layernorm.weight"
     ),
     ("Gemma3 with vision", "tensor model.layers.3.mlp.up_proj.weight is missing"): pop(
         "language_model.model.layers.3.mlp.up_proj.weight"
     ),
-    ("Gemma3 with vision", "audio_tower.x has no place"): lambda weights: weights.update({"audio_tower.x": torch.zeros(3)}),
-    ("Granite", "model.layers.0.self_attn.q_norm.weight has no place"): lambda weights: weights.update(
-        {"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}
+    ("Gemma3 with vision", "audio_tower.x has no place"): lambda weights: weights.update(
+        {"audio_tower.x": torch.zeros(3)}
+    ),
+    ("Granite", "model.layers.0.self_attn.q_norm.weight has no place"): lambda weights: (
+        weights.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)})
     ),
 }
 
@@ -451,10 +555,22 @@ def test_wrong_weights(folder, words, request):
 
 ROPE = FAMILIES["Phi3 with longrope"]["rope_parameters"]
 WRONG_CONFIGS = [
-    ("Phi3", {"rope_parameters": {"rope_type": "spiral"}}, "rope scaling 'spiral' is not supported"),
-    ("Phi3", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.7}}, "number of rotated dimensions"),
+    (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "spiral"}},
+        "rope scaling 'spiral' is not supported",
+    ),
+    (
+        "Phi3",
+        {"rope_parameters": ROPE | {"partial_rotary_factor": 0.7}},
+        "number of rotated dimensions",
+    ),
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": LONG[:-1]}}, "short_factor or long_factor"),
-    ("Phi3", {"rope_parameters": ROPE | {"short_factor": [0.0, *SHORT[1:]]}}, "short_factor or long_factor"),
+    (
+        "Phi3",
+        {"rope_parameters": ROPE | {"short_factor": [0.0, *SHORT[1:]]}},
+        "short_factor or long_factor",
+    ),
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": ["x"] * 6}}, "key long_factor is 'x'"),
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": 3.0}}, "key long_factor is '3.0'"),
     ("Phi3", {"rope_parameters": ROPE, "original_max_position_embeddings": 1}, "original context"),
@@ -466,7 +582,11 @@ WRONG_CONFIGS = [
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),
     ("GPT2", {"n_positions": 300}, "transformer.wpe.weight has shape [256, 64]"),
     ("GPT2", {"add_cross_attention": True}, "add_cross_attention"),
-    ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    (
+        "Gemma3",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention is not supported",
+    ),
     ("Gemma3 with vision", {"text_config": None}, "key text_config is missing"),
     ("Granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0"),
     ("Granite", {"logits_scaling": "x"}, "key logits_scaling is 'x'"),
@@ -483,13 +603,21 @@ def test_wrong_configurations(folder, changes, words):
     ("extra", "words"),
     [
         ({"rope_factors_long.weight": LONG}, "rope_factors_short.weight is missing"),
-        ({"rope_factors_long.weight": LONG, "rope_factors_short.weight": [1.0] * 8}, "has shape [8], not [6]"),
-        ({"rope_factors_long.weight": LONG, "rope_factors_short.weight": [float("nan")] * 6}, "short_factor or long_factor"),
+        (
+            {"rope_factors_long.weight": LONG, "rope_factors_short.weight": [1.0] * 8},
+            "has shape [8], not [6]",
+        ),
+        (
+            {"rope_factors_long.weight": LONG, "rope_factors_short.weight": [float("nan")] * 6},
+            "short_factor or long_factor",
+        ),
     ],
 )
 def test_wrong_rope_factors_in_a_gguf(extra, words, tmp_path):
     reference = make("Phi3 with longrope")
     tensors = {name: np.array(values, np.float32) for name, values in extra.items()}
-    path = write_gguf(tmp_path / "x.gguf", reference, extra=tensors, strings=gguf_keys(reference.config))
+    path = write_gguf(
+        tmp_path / "x.gguf", reference, extra=tensors, strings=gguf_keys(reference.config)
+    )
     with pytest.raises(CheckpointError, match=words.replace("[", r"\[")):
         load_model(path)

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import engine_config, greedy, load_model, make_core, make_llama, reference_agrees, run
+from tests.helpers import (
+    engine_config,
+    greedy,
+    load_model,
+    make_core,
+    make_llama,
+    reference_agrees,
+    run,
+)
 from tidemill.runner.batch import gather_batch
 from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
@@ -34,7 +42,9 @@ SHAPES = {
     "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "rope yarn": {"rope_scaling": YARN},
     "rope yarn, mscale 1 and 1": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
-    "rope yarn, mscale 0.7 and 1.5": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}},
+    "rope yarn, mscale 0.7 and 1.5": {
+        "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}
+    },
     "gelu": {"hidden_act": "gelu"},
 }
 
@@ -42,7 +52,10 @@ SHAPES = {
 def prompts(num: int, vocab_size: int) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 150, (num,), generator=generator).tolist()
-    return {f"p{i}": torch.randint(2, vocab_size, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
+    return {
+        f"p{i}": torch.randint(2, vocab_size, (n,), generator=generator).tolist()
+        for i, n in enumerate(lengths)
+    }
 
 
 @torch.inference_mode()
@@ -69,7 +82,9 @@ def test_tokens_and_logits_equal_transformers(shape, tmp_path):
             expected = reference(torch.tensor([prompt])).logits[0]
             assert (prompt_logits(model, prompt) - expected).abs().max() < 1e-3
     answers = run(make_core(model), {name: (prompt, greedy(24)) for name, prompt in asked.items()})
-    results = [reference_agrees(reference, prompt, answers[name].tokens) for name, prompt in asked.items()]
+    results = [
+        reference_agrees(reference, prompt, answers[name].tokens) for name, prompt in asked.items()
+    ]
     assert sum(agreed for agreed, _ in results) >= 0.98 * 12 * 24
 
 
@@ -80,7 +95,9 @@ def test_every_page_size(page_size, tmp_path):
     asked = prompts(16, model.config.vocab_size)
     core = make_core(model, page_size=page_size, token_budget=100)
     answers = run(core, {name: (prompt, greedy(40)) for name, prompt in asked.items()})
-    results = [reference_agrees(reference, prompt, answers[name].tokens) for name, prompt in asked.items()]
+    results = [
+        reference_agrees(reference, prompt, answers[name].tokens) for name, prompt in asked.items()
+    ]
     assert sum(agreed for agreed, _ in results) >= 0.98 * 16 * 40
 
 

@@ -80,7 +80,10 @@ def make(family: str, **more):
     for weight_name, weight in reference.named_parameters():
         if "norm" in weight_name:
             weight.data.normal_(1.0, 0.2)
-        elif any(part in weight_name for part in ("bias", "sinks", ".gate.weight", "router", "shared_expert_gate")):
+        elif any(
+            part in weight_name
+            for part in ("bias", "sinks", ".gate.weight", "router", "shared_expert_gate")
+        ):
             weight.data.normal_(0.0, 0.3)
     for buffer_name, buffer in [*reference.named_buffers(), *reference.named_parameters()]:
         if "e_score_correction_bias" in buffer_name:
@@ -104,8 +107,12 @@ def check(reference, path, num_prompts: int, num_tokens: int, dtype: str = "floa
         for prompt in sorted(asked.values(), key=len)[-2:]:
             expected = reference(torch.tensor([prompt])).logits[0]
             assert (prompt_logits(model, prompt) - expected).abs().max() < 1e-3
-    outputs = run(make_core(model), {name: (prompt, greedy(num_tokens)) for name, prompt in asked.items()})
-    results = [reference_agrees(reference, prompt, outputs[name].tokens) for name, prompt in asked.items()]
+    outputs = run(
+        make_core(model), {name: (prompt, greedy(num_tokens)) for name, prompt in asked.items()}
+    )
+    results = [
+        reference_agrees(reference, prompt, outputs[name].tokens) for name, prompt in asked.items()
+    ]
     assert sum(agreed for agreed, _ in results) >= 0.98 * num_prompts * num_tokens
 
 
@@ -171,7 +178,10 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
                 tensors[f"blk.{layer}.ffn_down_exps.{ending}"] = values
             else:
                 gate, up = (values[:, ::2], values[:, 1::2]) if is_oss else values.chunk(2, 1)
-                tensors |= {f"blk.{layer}.ffn_gate_exps.{ending}": gate, f"blk.{layer}.ffn_up_exps.{ending}": up}
+                tensors |= {
+                    f"blk.{layer}.ffn_gate_exps.{ending}": gate,
+                    f"blk.{layer}.ffn_up_exps.{ending}": up,
+                }
             continue
         if rest.endswith("sinks"):
             tensors[f"blk.{layer}.attn_sinks.weight"] = weight
@@ -183,7 +193,9 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
         short = LAYER_NAMES[stem]
         if is_oss and short == "ffn_norm":
             short = "post_attention_norm"
-        tensors[f"blk.{layer}.{short}.{ending}"] = weight.flatten() if short.endswith("inp_shexp") else weight
+        tensors[f"blk.{layer}.{short}.{ending}"] = (
+            weight.flatten() if short.endswith("inp_shexp") else weight
+        )
     return {name: values.float().contiguous().numpy() for name, values in tensors.items()}
 
 
@@ -204,7 +216,10 @@ def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata)
     if family == "Qwen2Moe":
         settings["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
     if family == "GraniteMoe":
-        settings |= {"embedding_scale": c.embedding_multiplier, "attention.scale": c.attention_multiplier}
+        settings |= {
+            "embedding_scale": c.embedding_multiplier,
+            "attention.scale": c.attention_multiplier,
+        }
         settings |= {"residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling}
     if family in ("Qwen3Moe", "GptOss"):
         settings["attention.key_length"] = c.head_dim
@@ -244,18 +259,29 @@ def test_a_gguf_is_the_same_model(family, tmp_path):
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     assert (prompt_logits(model, prompt) - expected).abs().max() < 1e-3
-    assert model.config.num_parameters <= sum(model.config.stored.values()) < 1.1 * model.config.num_parameters
+    assert (
+        model.config.num_parameters
+        <= sum(model.config.stored.values())
+        < 1.1 * model.config.num_parameters
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
 def test_quantized_experts_of_a_gguf_stay_quantized(kind, tmp_path):
-    """Multiplied in their own bits, they give what their values in float32 give, within the rounding of activations."""
+    """Multiplied in their own bits, they give what their values in float32 give, within the
+    rounding of activations."""
     if native.lib is None:
         pytest.skip(native.why)
-    reference = make("Qwen2Moe", mlp_only_layers=[], moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    reference = make(
+        "Qwen2Moe", mlp_only_layers=[], moe_intermediate_size=32, shared_expert_intermediate_size=64
+    )
     path = write_gguf(tmp_path / "q.gguf", reference, "Qwen2Moe", gguf.GGMLQuantizationType[kind])
-    packed, plain = (prompt_logits(load_model(path, dtype), list(range(2, 60))) for dtype in ("quantized", "float32"))
-    assert (packed - plain).abs().median() < 0.02 * plain.abs().max()  # a rounded logit may choose another expert
+    packed, plain = (
+        prompt_logits(load_model(path, dtype), list(range(2, 60)))
+        for dtype in ("quantized", "float32")
+    )
+    # a rounded logit may choose another expert
+    assert (packed - plain).abs().median() < 0.02 * plain.abs().max()
 
 
 # ---- mxfp4
@@ -264,8 +290,11 @@ VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = torch.cat([VALUES, -VALUES])
 
 
-def to_mxfp4(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random blocks and scales of a matrix of this shape, and what they mean, from the format's definition."""
+def to_mxfp4(
+    values: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random blocks and scales of a matrix of this shape, and what they mean, from the format's
+    definition."""
     *rows, width = values.shape
     codes = torch.randint(0, 16, (*rows, width // 32, 32), generator=generator)
     scales = torch.randint(121, 127, (*rows, width // 32), generator=generator)
@@ -276,7 +305,8 @@ def to_mxfp4(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Te
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory):
-    """A gpt-oss in mxfp4, blocks and scales in different files; and the same in float32 by Transformers."""
+    """A gpt-oss in mxfp4, blocks and scales in different files; and the same in float32 by
+    Transformers."""
     reference = make("GptOss")
     path, generator = tmp_path_factory.mktemp("mxfp4"), torch.Generator().manual_seed(3)
     reference.save_pretrained(path)
@@ -288,7 +318,9 @@ def mxfp4(tmp_path_factory):
     save_file(stored, path / "model.safetensors")
     save_file(scales_of, path / "more.safetensors")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     return reference, path
 
 
@@ -297,10 +329,14 @@ def test_mxfp4_experts_are_their_values(mxfp4):
     prompt = list(range(2, 90))
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
-    assert (prompt_logits(load_model(path), prompt) - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (
+        prompt_logits(load_model(path), prompt) - expected
+    ).abs().max() < 1e-3 * expected.abs().max()
     if native.lib:
         model = load_model(path, "quantized")
-        assert (prompt_logits(model, prompt) - expected).abs().median() < 0.02 * expected.abs().max()
+        assert (
+            prompt_logits(model, prompt) - expected
+        ).abs().median() < 0.02 * expected.abs().max()
         assert model.config.stored["MXFP4"] == 3 * 3 * 5 * 64 * 96  # values, not bytes
 
 
@@ -308,7 +344,10 @@ def test_mxfp4_without_its_scales_is_refused(mxfp4, tmp_path):
     _, path = mxfp4
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((path / file).read_bytes())
-    with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.down_proj in mxfp4, blocks or scales are missing"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers.0.mlp.experts.down_proj in mxfp4, blocks or scales are missing",
+    ):
         load_model(tmp_path)
 
 
@@ -320,9 +359,14 @@ def rewrite(path, target, change, **config):
     target.mkdir(exist_ok=True)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
-    save_file({name: values.contiguous() for name, values in tensors.items()}, target / "model.safetensors")
+    save_file(
+        {name: values.contiguous() for name, values in tensors.items()},
+        target / "model.safetensors",
+    )
     settings = json.loads((path / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    (target / "config.json").write_text(
+        json.dumps({key: value for key, value in settings.items() if value is not None})
+    )
     return target
 
 
@@ -339,7 +383,9 @@ def test_stacked_experts_are_the_same_model(qwen3, tmp_path):
     def stack(tensors):
         prefix = "model.layers.1.mlp.experts"
         sides = {
-            side: torch.stack([tensors.pop(f"{prefix}.{expert}.{side}_proj.weight") for expert in range(8)])
+            side: torch.stack(
+                [tensors.pop(f"{prefix}.{expert}.{side}_proj.weight") for expert in range(8)]
+            )
             for side in ("gate", "up", "down")
         }
         tensors[f"{prefix}.gate_up_proj"] = torch.cat([sides["gate"], sides["up"]], 1)
@@ -355,7 +401,9 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 BROKEN = {
     "is missing": lambda tensors: tensors.pop(EXPERT),
     "has shape": lambda tensors: tensors.update({EXPERT: torch.zeros(32, 65)}),
-    "has no place": lambda tensors: tensors.update({EXPERT.replace(".3.", ".8."): torch.zeros(32, 64)}),
+    "has no place": lambda tensors: tensors.update(
+        {EXPERT.replace(".3.", ".8."): torch.zeros(32, 64)}
+    ),
     "another tensor has brought": lambda tensors: tensors.update(
         {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 64, 64)}
     ),
@@ -365,12 +413,18 @@ BROKEN = {
 @pytest.mark.parametrize("problem", BROKEN)
 def test_wrong_expert_tensors_are_refused_by_name(problem, qwen3, tmp_path):
     broken = rewrite(qwen3, tmp_path / "broken", BROKEN[problem])
-    name = EXPERT.replace(".3.", ".[38].") if "brought" not in problem else "model.layers.1.mlp.experts"
+    name = (
+        EXPERT.replace(".3.", ".[38].")
+        if "brought" not in problem
+        else "model.layers.1.mlp.experts"
+    )
     with pytest.raises(CheckpointError, match=f"(?i)tensor {name}.*{problem}"):
         load_model(broken)
 
 
-@pytest.mark.parametrize("wrong", [{"scoring_func": "sigmoid"}, {"n_group": 4}, {"routed_scaling_factor": 2.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"scoring_func": "sigmoid"}, {"n_group": 4}, {"routed_scaling_factor": 2.5}]
+)
 def test_keys_of_other_routing_have_no_effect(wrong, qwen3, tmp_path):
     """As in Transformers: the family does not know them."""
     checkpoint = open_checkpoint(rewrite(qwen3, tmp_path / "other", lambda tensors: None, **wrong))
@@ -378,7 +432,9 @@ def test_keys_of_other_routing_have_no_effect(wrong, qwen3, tmp_path):
     assert config == load_model(qwen3).config
 
 
-@pytest.mark.parametrize("wrong", [{"expert_gating_func": 2}, {"expert_weights_scale": 2.5}, {"expert_group_count": 4}])
+@pytest.mark.parametrize(
+    "wrong", [{"expert_gating_func": 2}, {"expert_weights_scale": 2.5}, {"expert_group_count": 4}]
+)
 def test_other_routing_of_a_gguf_is_refused_by_name(wrong, tmp_path):
     reference = make("Qwen3Moe", num_hidden_layers=1, decoder_sparse_step=1)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", reference, "Qwen3Moe", **wrong))
@@ -399,7 +455,8 @@ def test_memory_counts_experts(qwen3):
     small = 2 * 2 * 16  # norms of heads are not counted
     assert config.num_parameters == stored - small
     assert config.weight_bytes("bfloat16", True) == 2 * config.num_parameters
-    assert config.num_parameters - config.num_active_parameters == 4 * 3 * 64 * 32  # half of one layer's eight experts
+    # half of one layer's eight experts
+    assert config.num_parameters - config.num_active_parameters == 4 * 3 * 64 * 32
     dense = replace(config, experts=())
     spec = config.experts[1]
     assert spec is not None
@@ -437,11 +494,18 @@ def test_tokens_do_not_depend_on_the_batch(kind, tmp_path, monkeypatch):
     reference = make(
         family,
         num_hidden_layers=2,
-        **({"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {})
+        **(
+            {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+            if family == "Qwen2Moe"
+            else {}
+        )
         | IN_GGUF.get(family, {}),
     )
     if how.startswith("Q"):
-        model = load_model(write_gguf(tmp_path / "q.gguf", reference, family, gguf.GGMLQuantizationType[how]), "quantized")
+        model = load_model(
+            write_gguf(tmp_path / "q.gguf", reference, family, gguf.GGMLQuantizationType[how]),
+            "quantized",
+        )
     else:
         reference.save_pretrained(tmp_path)
         model = load_model(tmp_path)
@@ -477,8 +541,8 @@ def preempted(core, asked) -> Answer:
 
 
 def test_tokens_of_experts_are_an_event(saved):
-    """Every token goes to as many experts as the configuration says, in every layer that has them. The last layer computes those
-    that yield logits."""
+    """Every token goes to as many experts as the configuration says, in every layer that has them.
+    The last layer computes those that yield logits."""
     model = load_model(saved[1])
     core = make_core(model, speculate="off")  # drafts are computed, and counted, too
     seen = watch(core)
@@ -488,6 +552,11 @@ def test_tokens_of_experts_are_an_event(saved):
     num_read = 70 + 5
     num_tokens = num_read + 29 + 30
     for layer, spec in enumerate(model.config.experts):
-        totals = [sum(counts) for event in counted for number, counts in event.tokens_of if number == layer]
+        totals = [
+            sum(counts)
+            for event in counted
+            for number, counts in event.tokens_of
+            if number == layer
+        ]
         num = num_read if layer == model.config.num_layers - 1 else num_tokens
         assert sum(totals) == (0 if spec is None else num * spec.top_k)

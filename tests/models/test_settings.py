@@ -1,5 +1,5 @@
-"""What a family makes of config.json, against Transformers' configuration classes: keys and defaults, keys that it does not know,
-rotations, windows."""
+"""What a family makes of config.json, against Transformers' configuration classes: keys and
+defaults, keys that it does not know, rotations, windows."""
 
 import dataclasses
 import json
@@ -59,11 +59,32 @@ LEFT_OVER = {
     "full_attention_interval", "intermediate_size", "seq_length", "max_position_embeddings",
     "rotary_emb_base", "rotary_pct", "rotary_dim",
 }  # fmt: skip
-ENCODERS = ("Albert", "Bert", "Camembert", "DistilBert", "Electra", "MPNet", "Roberta", "XLMRoberta")
+ENCODERS = (
+    "Albert",
+    "Bert",
+    "Camembert",
+    "DistilBert",
+    "Electra",
+    "MPNet",
+    "Roberta",
+    "XLMRoberta",
+)
 DECODERS = [family for family in CONFIGS if family not in ENCODERS]
 ROTATED = [family for family in DECODERS if family not in ("Bloom", "GPT2", "Mamba", "Mamba2")]
 # Windows by kinds of layers.
-BY_TYPES = ("Dots1", "Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss", "Olmo3", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3")
+BY_TYPES = (
+    "Dots1",
+    "Cohere2",
+    "Exaone4",
+    "Gemma2",
+    "Gemma3Text",
+    "GptOss",
+    "Olmo3",
+    "Qwen2",
+    "Qwen2Moe",
+    "Qwen3",
+    "SmolLM3",
+)
 IN_ALL = ("Starcoder2", "Mistral", "Mixtral", "Phi3", "Qwen3Moe")
 
 
@@ -83,7 +104,11 @@ def read(path, family, **data):
 
 
 def test_every_family_is_compared():
-    loaded = {name for kind, name in ARCHITECTURES if kind == "hf" and name != "Gemma3ForConditionalGeneration"}
+    loaded = {
+        name
+        for kind, name in ARCHITECTURES
+        if kind == "hf" and name != "Gemma3ForConditionalGeneration"
+    }
     assert {ARCHITECTURES["hf", name_of(family)] for family in CONFIGS} >= {
         ARCHITECTURES["hf", name] for name in loaded if "Classification" not in name
     }
@@ -93,26 +118,42 @@ def test_every_family_is_compared():
 def test_keys_and_defaults_are_those_of_transformers(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name_of(family)]}))
     keys, cls = model_class(open_checkpoint(tmp_path)).KEYS, config_class(family)
-    no_effect = WITHOUT_EFFECT | ({"hidden_act"} if family == "GptOss" else {"time_step_rank"} if family == "Mamba2" else set())
+    no_effect = WITHOUT_EFFECT | (
+        {"hidden_act"}
+        if family == "GptOss"
+        else {"time_step_rank"}
+        if family == "Mamba2"
+        else set()
+    )
     own = set(cls.__annotations__) & {one.name for one in dataclasses.fields(cls)}
     theirs = {one.name: one.default for one in dataclasses.fields(cls) if one.name in own}
-    assert set(theirs) - set(keys) <= no_effect | OF_OTHERS | {"use_bidirectional_attention", "tie_word_embeddings"}
+    assert set(theirs) - set(keys) <= no_effect | OF_OTHERS | {
+        "use_bidirectional_attention",
+        "tie_word_embeddings",
+    }
     assert set(keys) - set(theirs) <= LEFT_OVER
     for key, stated in keys.items():
         default = stated.default if isinstance(stated, Nullable) else stated
         if key in theirs:
-            expected = theirs[key].default if isinstance(theirs[key], dataclasses.Field) else theirs[key]
+            expected = (
+                theirs[key].default if isinstance(theirs[key], dataclasses.Field) else theirs[key]
+            )
             is_limit = key == "time_step_limit"  # None: no limit
             assert (default or False) == (expected or False) or is_limit, (key, default, expected)
         elif key == "rope_theta":
             theta = cls.default_theta
             assert default == (theta["global"] if isinstance(theta, dict) else theta)
     with_null = {key for key, stated in keys.items() if not isinstance(stated, Nullable)}
-    assert not {key for key in with_null & set(theirs) if theirs[key] is None and key != "use_bidirectional_attention"}
+    assert not {
+        key
+        for key in with_null & set(theirs)
+        if theirs[key] is None and key != "use_bidirectional_attention"
+    }
 
 
 def rotations(family, theirs):
-    """Of each layer, what rotates it in Transformers: frequencies and the factor of cosines and sines."""
+    """Of each layer, what rotates it in Transformers: frequencies and the factor of cosines and
+    sines."""
     name = f"{'Gemma3' if family == 'Gemma3Text' else family}RotaryEmbedding"
     rotary = getattr(sys.modules[config_module(family)], name)(theirs)
     for layer in range(theirs.num_hidden_layers):
@@ -133,7 +174,11 @@ def config_module(family):
 def window_of(family, theirs, layer):
     if family not in (*BY_TYPES, *IN_ALL) or not theirs.sliding_window:
         return 0
-    return theirs.sliding_window if family in IN_ALL or theirs.layer_types[layer] == "sliding_attention" else 0
+    return (
+        theirs.sliding_window
+        if family in IN_ALL or theirs.layer_types[layer] == "sliding_attention"
+        else 0
+    )
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -144,7 +189,8 @@ SCALINGS = {
     "llama3": LLAMA3 | {"original_max_position_embeddings": 64},
     "llama3 from the whole context": LLAMA3,
     "yarn": YARN,
-    "yarn with attention factor": YARN | {"attention_factor": 1.7, "mscale": 0.5, "mscale_all_dim": 2.0},
+    "yarn with attention factor": YARN
+    | {"attention_factor": 1.7, "mscale": 0.5, "mscale_all_dim": 2.0},
     "yarn with betas": YARN | {"beta_fast": 20.0, "beta_slow": 2.0},
     "yarn, not truncated": YARN | {"truncate": False},
     "yarn with equal mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
@@ -154,7 +200,11 @@ SCALINGS = {
     "yarn with equal bounds": YARN | {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
     "yarn with a theta of its own": YARN | {"rope_theta": 5000.0},
 }
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3] * 2, "long_factor": [2.0, 3.0, 4.0, 5.0] * 2}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3] * 2,
+    "long_factor": [2.0, 3.0, 4.0, 5.0] * 2,
+}
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
@@ -168,10 +218,18 @@ VARIANTS = {
     "listed layers": {
         "use_sliding_window": True,
         "sliding_window": 9,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": [
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
     },
     "theta": {"rope_theta": 7777.0},
-    "two thetas": {"rope_theta": 7777.0, "rope_parameters": {"rope_type": "default", "rope_theta": 888.0}},
+    "two thetas": {
+        "rope_theta": 7777.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 888.0},
+    },
     "part of a head": {"partial_rotary_factor": 0.5},
     "not all rotated": {"no_rope_layers": [0, 1, 1, 0]},
     "interval": {"no_rope_layer_interval": 2},
@@ -182,10 +240,30 @@ VARIANTS = {
 }
 
 
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
 NOT_NULL = (
-    "Glm4Moe", "MiniMaxM2", "SolarOpen", "Gemma", "Glm4", "Helium", "StableLm", "Starcoder2", "Exaone4", "Gemma2", "Gemma3Text",
-    "Qwen3Next", "Mistral", "Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss",
+    "Glm4Moe",
+    "MiniMaxM2",
+    "SolarOpen",
+    "Gemma",
+    "Glm4",
+    "Helium",
+    "StableLm",
+    "Starcoder2",
+    "Exaone4",
+    "Gemma2",
+    "Gemma3Text",
+    "Qwen3Next",
+    "Mistral",
+    "Mixtral",
+    "Qwen3Moe",
+    "Qwen2Moe",
+    "GptOss",
 )
 EXCEPTIONS = [
     ("part of a head", "GptOss"),  # where Transformers cannot apply what it makes
@@ -202,20 +280,27 @@ EXCEPTIONS = [
 def test_layers_are_those_of_transformers(family, tmp_path):
     """Of many configurations: the rotation of each layer, its window, its scale."""
     variants = VARIANTS | {name: {"rope_scaling": one} for name, one in SCALINGS.items()}
-    variants |= {f"{name} in rope_parameters": {"rope_parameters": one} for name, one in SCALINGS.items()}
+    variants |= {
+        f"{name} in rope_parameters": {"rope_parameters": one} for name, one in SCALINGS.items()
+    }
     for name, variant in variants.items():
         if "null" in name and family in NOT_NULL:
             variant = {key: value for key, value in variant.items() if key != "num_key_value_heads"}
         if (name, family) in EXCEPTIONS:
             continue
         scaling = variant.get("rope_scaling") or variant.get("rope_parameters") or {}
-        if family == "Phi3" and scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        if (
+            family == "Phi3"
+            and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+        ):
             continue  # which has longrope only
         data = SIZES | variant | (ROUTED if family == "Dots1" else {})
         theirs = config_class(family)(**json.loads(json.dumps(data)))
         ours = read(tmp_path, family, **data)
         full = getattr(theirs, "layer_types", None) or [""] * 4
-        for layer, (spec, rotation) in enumerate(zip(ours.layers, rotations(family, theirs), strict=True)):
+        for layer, (spec, rotation) in enumerate(
+            zip(ours.layers, rotations(family, theirs), strict=True)
+        ):
             if full[layer] == "linear_attention":
                 continue
             where = (name, layer)
@@ -223,10 +308,14 @@ def test_layers_are_those_of_transformers(family, tmp_path):
             num_kv_heads = 4 if family == "GPTNeoX" else theirs.num_key_value_heads or 4
             assert (spec.num_heads, spec.num_kv_heads) == (4, num_kv_heads), where
             expected = getattr(theirs, "query_pre_attn_scalar", 16) ** -0.5
-            assert spec.scale == pytest.approx(getattr(theirs, "attention_multiplier", expected)), where
+            assert spec.scale == pytest.approx(getattr(theirs, "attention_multiplier", expected)), (
+                where
+            )
             assert (spec.rotation is None) == (rotation is None), where
             if rotation is not None:
-                made, factor = rope_frequencies(spec.rotation.num_dims, spec.rotation.theta, spec.rotation.scaling, 64)
+                made, factor = rope_frequencies(
+                    spec.rotation.num_dims, spec.rotation.theta, spec.rotation.scaling, 64
+                )
                 np.testing.assert_allclose(made, rotation[0], rtol=1e-5, err_msg=str(where))
                 assert factor == pytest.approx(rotation[1]), where
 
@@ -241,7 +330,10 @@ def test_longrope_is_that_of_transformers(more, place, tmp_path):
     made, strength = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling, 64)
     np.testing.assert_allclose(made, found, rtol=1e-5)
     assert strength == pytest.approx(factor)
-    assert rotation.scaling.original_context == theirs.rope_parameters["original_max_position_embeddings"]
+    assert (
+        rotation.scaling.original_context
+        == theirs.rope_parameters["original_max_position_embeddings"]
+    )
 
 
 def shapes_of(path, family, **data):
@@ -251,13 +343,17 @@ def shapes_of(path, family, **data):
     with torch.device("meta"):
         model = cls(config, PLAIN)
     targets = model._targets("hf")
-    return config, {name: [layer.parts[part] for layer, part in places] for name, places in targets.items()}
+    return config, {
+        name: [layer.parts[part] for layer, part in places] for name, places in targets.items()
+    }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_tensors_without_a_configuration_are_those_of_transformers(family, tmp_path):
     """Names and numbers of values of all tensors, where only the number of layers is stated."""
-    layers = {"Bloom": "n_layer", "GPT2": "n_layer", "DistilBert": "n_layers"}.get(family, "num_hidden_layers")
+    layers = {"Bloom": "n_layer", "GPT2": "n_layer", "DistilBert": "n_layers"}.get(
+        family, "num_hidden_layers"
+    )
     data = {layers: 4, "vocab_size": 96, "pad_token_id": 0}
     data |= {"num_experts": 16} if any(part in family for part in ("Moe", "moe", "Next")) else {}
     data |= {"num_key_value_heads": 8} if family == "Nemotron" else {}
@@ -269,9 +365,18 @@ def test_tensors_without_a_configuration_are_those_of_transformers(family, tmp_p
         model = getattr(transformers, name_of(family))(config_class(family)(**data))
     unused = ("pooler.dense", "pooler.weight", "pooler.bias")
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    stored = {name: one for name, one in model.named_parameters(remove_duplicate=False) if name not in tied}
-    if family in ("Mixtral", "GraniteMoe", "Ernie4_5_Moe", "MiniMaxM2"):  # whose experts are stored by other names
-        stored = {name: one for name, one in stored.items() if "mlp" not in name and "block_sparse_moe" not in name}
+    stored = {
+        name: one
+        for name, one in model.named_parameters(remove_duplicate=False)
+        if name not in tied
+    }
+    # whose experts are stored by other names
+    if family in ("Mixtral", "GraniteMoe", "Ernie4_5_Moe", "MiniMaxM2"):
+        stored = {
+            name: one
+            for name, one in stored.items()
+            if "mlp" not in name and "block_sparse_moe" not in name
+        }
     missing = [name for name in stored if name not in ours and not name.startswith(unused)]
     assert not missing
     for name, one in stored.items():
@@ -320,20 +425,28 @@ def checkpoint_of(path, family):
 def tiny(path, family, **more):
     """A random model of a family, saved by Transformers."""
     cls = config_class(family)
-    known = {one.name for one in dataclasses.fields(cls)} | set(getattr(cls, "attribute_map", {})) | {"head_dim"}
+    known = (
+        {one.name for one in dataclasses.fields(cls)}
+        | set(getattr(cls, "attribute_map", {}))
+        | {"head_dim"}
+    )
     moe = {
         "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "n_routed_experts": 4, "n_shared_experts": 1,
         "shared_expert_intermediate_size": 40, "num_heads": 8, "n_groups": 2, "state_size": 16,
     }  # fmt: skip
-    sizes = {key: value for key, value in (SMALL | moe | more).items() if key in known or key in more}
+    sizes = {
+        key: value for key, value in (SMALL | moe | more).items() if key in known or key in more
+    }
     if family.startswith("Mamba"):
         sizes |= {"head_dim": 16} if family == "Mamba2" else {}
     torch.manual_seed(0)
     model = getattr(transformers, name_of(family))(cls(**sizes)).eval().float()
     for name, weight in model.named_parameters():
         if "bias" in name or "norm" in name.lower() or ".ln_" in name:
-            weight.data.normal_(1.0 if name.endswith("weight") and "Gemma" not in family else 0.0, 0.2)
+            weight.data.normal_(
+                1.0 if name.endswith("weight") and "Gemma" not in family else 0.0, 0.2
+            )
     model.save_pretrained(path)
     return model
 
@@ -345,11 +458,15 @@ def logits_of(path, family, prompt):
         return model(torch.tensor([prompt]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("family", [family for family in DECODERS if family not in ("Mamba", "Mamba2", "Qwen3Next")])
+@pytest.mark.parametrize(
+    "family", [family for family in DECODERS if family not in ("Mamba", "Mamba2", "Qwen3Next")]
+)
 def test_logits_with_keys_of_other_families(family, tmp_path):
     tiny(tmp_path, family)
     cls = config_class(family)
-    known = {one.name for one in dataclasses.fields(cls)} | set(model_class(open_checkpoint(tmp_path)).KEYS)
+    known = {one.name for one in dataclasses.fields(cls)} | set(
+        model_class(open_checkpoint(tmp_path)).KEYS
+    )
     known |= {"partial_rotary_factor"} if family == "GptOss" else set()  # Transformers fails
     edit_config(tmp_path, **{key: value for key, value in STRAYS.items() if key not in known})
     prompt = list(range(3, 60))
@@ -372,7 +489,12 @@ def test_a_stored_head_counts_if_it_has_other_values_than_the_table(family, tmp_
 def test_a_head_without_a_table_is_the_table(tmp_path):
     tiny(tmp_path, "Llama", tie_word_embeddings=True)
     prompt = list(range(3, 60))
-    edit_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")}))
+    edit_weights(
+        tmp_path,
+        lambda weights: weights.update(
+            {"lm_head.weight": weights.pop("model.embed_tokens.weight")}
+        ),
+    )
     expected = logits_of(tmp_path, "Llama", prompt)
     assert (prompt_logits(load_model(tmp_path), prompt) - expected).abs().max() < 1e-3
 
@@ -392,10 +514,12 @@ def test_biases_are_loaded_or_refused(tmp_path):
     edit_weights(tmp_path, lambda weights: weights.update(zeros))  # as some quantizers write them
     checkpoint = open_checkpoint(tmp_path)
     config = model_class(checkpoint).read_config(checkpoint)
-    for stage in (Stage(0, 2, 0, 2), Stage(1, 2, 2, 4)):  # also those of layers that other ranks have
+    # also those of layers that other ranks have
+    for stage in (Stage(0, 2, 0, 2), Stage(1, 2, 2, 4)):
         model_class(checkpoint).load(checkpoint, config, PLAIN, stage=stage)
     edit_weights(tmp_path, lambda weights: weights.update(parts))
-    edit_config(tmp_path, attention_bias=True)  # that of o_proj is not stored: Transformers takes zeros
+    # that of o_proj is not stored: Transformers takes zeros
+    edit_config(tmp_path, attention_bias=True)
     prompt = list(range(3, 60))
     expected = logits_of(tmp_path, "Llama", prompt)
     assert (prompt_logits(load_model(tmp_path), prompt) - expected).abs().max() < 1e-3

@@ -20,7 +20,11 @@ TOPICS = [
 ]  # fmt: skip
 TEXTS = [f"Write about {topic}." for topic in TOPICS] + [
     f"{start} {topic}"
-    for start, topic in zip(["The history of", "Once upon a time there was", "def", "Q: What is", "1. "] * 5, TOPICS, strict=True)
+    for start, topic in zip(
+        ["The history of", "Once upon a time there was", "def", "Q: What is", "1. "] * 5,
+        TOPICS,
+        strict=True,
+    )
 ]
 
 
@@ -28,7 +32,9 @@ def asked_of(path, every=1):
     """Tokens of the texts, every other one as a chat."""
     tokenizer = Tokenizer.load(path)
     asked = {
-        text: tokenizer.encode_chat([{"role": "user", "content": text}]) if i % 2 else tokenizer.encode(text)
+        text: tokenizer.encode_chat([{"role": "user", "content": text}])
+        if i % 2
+        else tokenizer.encode(text)
         for i, text in enumerate(TEXTS)
         if i % every == 0
     }
@@ -69,19 +75,27 @@ def test_fifty_prompts_of_64_tokens_equal_transformers(
     with torch.inference_mode():
         for text in list(asked)[:2]:
             expected = reference(torch.tensor([asked[text]])).logits[0]
-            assert (prompt_logits(model, asked[text], kv_memory_bytes=2**28) - expected).abs().max() < 1e-3
+            assert (
+                prompt_logits(model, asked[text], kv_memory_bytes=2**28) - expected
+            ).abs().max() < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_prompts_of_mixed_lengths_equal_transformers_under_each_policy(smollm2_path, smollm2_reference, model, policy):
-    """More of them than slots, of 1 to 50 tokens, so that batches are drained, refilled and cut in every way there is."""
+def test_prompts_of_mixed_lengths_equal_transformers_under_each_policy(
+    smollm2_path, smollm2_reference, model, policy
+):
+    """More of them than slots, of 1 to 50 tokens, so that batches are drained, refilled and cut in
+    every way there is."""
     reference, _ = smollm2_reference
     tokenizer = Tokenizer.load(smollm2_path)
     prompts = [tokenizer.encode(text) for text in TEXTS[::4]]
     lengths = [1 + 37 * i % 50 for i in range(len(prompts))]
     core = make_core(model, kv_memory_bytes=2**30, policy=policy, max_requests=6, token_budget=48)
-    asked = {str(i): (prompt, greedy(num)) for i, (prompt, num) in enumerate(zip(prompts, lengths, strict=True))}
+    asked = {
+        str(i): (prompt, greedy(num))
+        for i, (prompt, num) in enumerate(zip(prompts, lengths, strict=True))
+    }
     answers = run(core, asked)
     excused = 0
     for i, (prompt, num) in enumerate(zip(prompts, lengths, strict=True)):
@@ -95,10 +109,17 @@ def test_prompt_logprobs_equal_transformers(smollm2_path, smollm2_reference, mod
     reference, _ = smollm2_reference
     tokenizer = Tokenizer.load(smollm2_path)
     prompts = [
-        tokenizer.encode(text) for text in ("The tide mill grinds twice a day, when the pond is full.", TEXTS[26], TEXTS[33])
+        tokenizer.encode(text)
+        for text in (
+            "The tide mill grinds twice a day, when the pond is full.",
+            TEXTS[26],
+            TEXTS[33],
+        )
     ]
     core = make_core(model, kv_memory_bytes=2**28, token_budget=8, max_requests=4)
-    answers = run(core, {str(i): (ids, greedy(1, prompt_logprobs=3)) for i, ids in enumerate(prompts)})
+    answers = run(
+        core, {str(i): (ids, greedy(1, prompt_logprobs=3)) for i, ids in enumerate(prompts)}
+    )
     for i, ids in enumerate(prompts):
         with torch.inference_mode():
             expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -106,8 +127,12 @@ def test_prompt_logprobs_equal_transformers(smollm2_path, smollm2_reference, mod
         assert [entry.token_id for entry in entries] == ids[1:]
         for entry, row in zip(entries, expected, strict=False):
             assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
-            assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
-            assert [value for _, value in entry.top] == pytest.approx([float(row[token]) for token, _ in entry.top], abs=1e-3)
+            assert [value for _, value in entry.top] == pytest.approx(
+                row.topk(3).values.tolist(), abs=1e-3
+            )
+            assert [value for _, value in entry.top] == pytest.approx(
+                [float(row[token]) for token, _ in entry.top], abs=1e-3
+            )
 
 
 def test_safetensors_and_gguf_give_the_same_bits(model, smollm2_reference):
@@ -124,5 +149,7 @@ def test_safetensors_and_gguf_give_the_same_bits(model, smollm2_reference):
 def test_quantized_matmuls_keep_the_quality(num_tokens):
     """Perplexity within 1 % of float32 compute on the same file."""
     ids = text_ids("smollm2", num_tokens)
-    quantized, exact = (math.exp(-mean_logprob("smollm2", dtype, ids)) for dtype in ("quantized", "float32"))
+    quantized, exact = (
+        math.exp(-mean_logprob("smollm2", dtype, ids)) for dtype in ("quantized", "float32")
+    )
     assert quantized == pytest.approx(exact, rel=0.01)

@@ -1,4 +1,5 @@
-"""Mamba, Mamba-2 and Qwen3-Next, small and random: against Transformers in float32, and against themselves cut in other ways."""
+"""Mamba, Mamba-2 and Qwen3-Next, small and random: against Transformers in float32, and against
+themselves cut in other ways."""
 
 import json
 from dataclasses import replace
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import Answer, engine_config, greedy, load_model, make_core, reference_agrees, run, take
+from tests.helpers import (
+    Answer,
+    engine_config,
+    greedy,
+    load_model,
+    make_core,
+    reference_agrees,
+    run,
+    take,
+)
 from tidemill import config
 from tidemill.distributed.world import Stage
 from tidemill.kernels import native
@@ -33,7 +43,12 @@ SIZES = {
 }  # fmt: skip
 FAMILIES = {
     "Mamba": {"intermediate_size": 64, "time_step_rank": 5},
-    "Mamba with biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
+    "Mamba with biases": {
+        "use_bias": True,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "tie_word_embeddings": False,
+    },
     "Qwen3Next": {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -51,7 +66,12 @@ FAMILIES = {
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [1],
         "max_position_embeddings": 256,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
     },
     "Mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
 }
@@ -64,12 +84,20 @@ def make_reference(name: str, path=None, **changed):
     settings = SIZES | FAMILIES[name] | changed
     kind = name.split()[0]
     torch.manual_seed(0)
-    reference = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval().float()
+    reference = (
+        getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(**settings)
+        )
+        .eval()
+        .float()
+    )
     for weight_name, weight in reference.named_parameters():
         if "A_log" in weight_name:
             weight.data.uniform_(-2, 1.5)
         elif "norm" in weight_name or weight_name.endswith(".D"):
-            weight.data.normal_(0.0 if kind == "Qwen3Next" and "linear_attn" not in weight_name else 1.0, 0.3)
+            weight.data.normal_(
+                0.0 if kind == "Qwen3Next" and "linear_attn" not in weight_name else 1.0, 0.3
+            )
         elif "dt_" in weight_name and weight.dim() == 1:
             weight.data.uniform_(-3, 1)
         elif weight.dim() > 1 or "bias" in weight_name:
@@ -94,8 +122,13 @@ class Harness:
         layout = StateLayout.pack(sizes, (max(max(one, default=0) for one in sizes) // 64 + 4) * 64)
         num_columns = max_blocks * layout.block_pages
         assert layout.block_pages > 1
-        pool = torch.randint(0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8)  # what others left there
-        table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
+        # what others left there
+        pool = torch.randint(
+            0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8
+        )
+        table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(
+            num_rows, num_columns
+        )
         states = PagedStates(pool, list(table.split(max_blocks, dim=1)), layout, layers, INTERVAL)
         self.states = NativeStates(states) if native.lib else TorchStates(states)
         assert native.lib is None or NativeStates.can_run(states)
@@ -104,9 +137,21 @@ class Harness:
     def _make_attention(self, num_rows: int):
         config, num_pages, page_size = self.model.config, 32, 16
         self.page_size = page_size
-        cache = new_cache(1 + num_rows * num_pages, len(config.token_layers), config.num_kv_heads, page_size, config.head_dim)
-        self.table = (1 + torch.randperm(num_rows * num_pages, dtype=torch.int32)).view(num_rows, num_pages)
-        angles = [one for one, spec in zip(self.model.angles(256), config.layers, strict=True) if isinstance(spec, AttentionSpec)]
+        cache = new_cache(
+            1 + num_rows * num_pages,
+            len(config.token_layers),
+            config.num_kv_heads,
+            page_size,
+            config.head_dim,
+        )
+        self.table = (1 + torch.randperm(num_rows * num_pages, dtype=torch.int32)).view(
+            num_rows, num_pages
+        )
+        angles = [
+            one
+            for one, spec in zip(self.model.angles(256), config.layers, strict=True)
+            if isinstance(spec, AttentionSpec)
+        ]
         places = tuple(Place(0, i) for i in range(len(angles)))
         kv = PagedKV(cache, [self.table], config.token_layers, angles, places)
         return NativeAttention(kv) if native.lib else TorchAttention(kv)
@@ -115,10 +160,16 @@ class Harness:
         states = self.states.plan(rows, starts, counts)
         if self.attention is None:
             return states
-        positions = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-        pages = self.table.numpy()[np.repeat(rows, counts), positions // self.page_size].astype(np.int64)
+        positions = np.concatenate(
+            [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        )
+        pages = self.table.numpy()[np.repeat(rows, counts), positions // self.page_size].astype(
+            np.int64
+        )
         slots = torch.from_numpy(pages * self.page_size + positions % self.page_size)
-        attention = self.attention.plan(rows, starts, counts, torch.from_numpy(positions), slots[None])
+        attention = self.attention.plan(
+            rows, starts, counts, torch.from_numpy(positions), slots[None]
+        )
         kinds = [isinstance(spec, AttentionSpec) for spec in self.model.config.layers]
         return SimpleNamespace(
             convolve=states.convolve,
@@ -131,7 +182,9 @@ class Harness:
         """Items are (row, start, ids). Logits of all their tokens."""
         rows, starts, counts = np.array([(row, start, len(ids)) for row, start, ids in items]).T
         ids = torch.tensor([i for _, _, ids in items for i in ids])
-        embedded = self.model.embed_tokens(ids, torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in items]))
+        embedded = self.model.embed_tokens(
+            ids, torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in items])
+        )
         return self.model.logits(self.model(embedded, self.plan(rows, starts, counts)))
 
 
@@ -157,7 +210,10 @@ def test_tokens_and_logits_equal_transformers(saved, backend):
             assert (harness.step((0, 0, prompt)) - expected).abs().max() < 1e-3
     core = make_core(model)
     outputs = run(core, {str(i): (prompt, greedy(32)) for i, prompt in enumerate(asked)})
-    results = [reference_agrees(reference, prompt, outputs[str(i)].tokens) for i, prompt in enumerate(asked)]
+    results = [
+        reference_agrees(reference, prompt, outputs[str(i)].tokens)
+        for i, prompt in enumerate(asked)
+    ]
     assert sum(agreed for agreed, _ in results) >= 0.98 * len(asked) * 32
     assert core.runner.fallback == "" or backend == "torch"  # the forward pass is recorded
 
@@ -167,8 +223,15 @@ def test_a_request_sees_neither_others_nor_chunks_nor_the_cache(saved):
     model = load_model(path)
     asked = {str(i): (prompt, greedy(12, logprobs=2)) for i, prompt in enumerate(prompts(8))}
     asked["again"] = asked["3"]
-    alone = {name: run(make_core(model, prefix_caching=False), {name: request})[name] for name, request in asked.items()}
-    for options in ({}, {"token_budget": 7, "max_requests": 7}, {"token_budget": 64, "policy": "static"}):
+    alone = {
+        name: run(make_core(model, prefix_caching=False), {name: request})[name]
+        for name, request in asked.items()
+    }
+    for options in (
+        {},
+        {"token_budget": 7, "max_requests": 7},
+        {"token_budget": 64, "policy": "static"},
+    ):
         core = make_core(model, **options)
         assert run(core, asked) == alone
         assert run(core, asked) == alone  # from states that were kept
@@ -205,7 +268,9 @@ def test_bits_do_not_depend_on_how_a_sequence_is_computed(saved, backend):
         assert torch.equal(torch.cat(parts), whole)
     harness, others = Harness(model), prompts(3, 50)
     harness.step((0, 0, ids[:9]))
-    together = harness.step((1, 0, others[0]), (0, 9, ids[9:]), (3, 0, others[1]), (2, 0, others[2]))
+    together = harness.step(
+        (1, 0, others[0]), (0, 9, ids[9:]), (3, 0, others[1]), (2, 0, others[2])
+    )
     first = len(others[0])
     assert torch.equal(together[first : first + len(ids) - 9], whole[9:])
 
@@ -227,7 +292,12 @@ def test_a_mamba_serves_64_requests_of_any_length_in_constant_memory(mamba):
     layout = engine_config(mamba, max_context=2000).layout
     per_request = layout.num_pages_for(2000, 64)
     assert per_request == layout.num_pages_for(200, 64) <= 6
-    core = make_core(mamba, max_context=2000, token_budget=64, kv_memory_bytes=64 * per_request * layout.states.page_bytes)
+    core = make_core(
+        mamba,
+        max_context=2000,
+        token_budget=64,
+        kv_memory_bytes=64 * per_request * layout.states.page_bytes,
+    )
     kv, held = core.scheduler.kv, []
     asked = {str(i): (prompts(1)[0][:1], greedy(40)) for i in range(63)}
     asked["long"] = ([7] * 1900, greedy(50))
@@ -236,7 +306,9 @@ def test_a_mamba_serves_64_requests_of_any_length_in_constant_memory(mamba):
     answers = {name: Answer() for name in asked}
     while core.has_work:
         take(core, answers)
-        held.append(max((kv.num_pages_of(request.seq) for request in core.scheduler.running), default=0))
+        held.append(
+            max((kv.num_pages_of(request.seq) for request in core.scheduler.running), default=0)
+        )
         assert len(core.scheduler.running) + len(core.scheduler.waiting) <= 64
     assert max(held) <= per_request
     assert not any(answer.finish_reason is None for answer in answers.values())
@@ -259,12 +331,14 @@ def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
 
 @pytest.fixture
 def sparse(monkeypatch):
-    """An interval that no prompt here reaches: states that are found were kept where a prompt or a prefix ended."""
+    """An interval that no prompt here reaches: states that are found were kept where a prompt or a
+    prefix ended."""
     monkeypatch.setattr(config.cache, "STATE_INTERVAL", 1024)
 
 
 def is_as_without_the_cache(core, model, name, request):
-    """Tokens that were found, of an answer that is the same, bit for bit, as without the prefix cache."""
+    """Tokens that were found, of an answer that is the same, bit for bit, as without the prefix
+    cache."""
     answer = run(core, {name: request})[name]
     assert answer == run(make_core(model, prefix_caching=False), {name: request})[name]
     core.scheduler.table.check_integrity()
@@ -275,13 +349,24 @@ def is_as_without_the_cache(core, model, name, request):
 def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, budget, index):
     _, path = saved
     model = load_model(path)
-    core, first = make_core(model, token_budget=budget, max_requests=7, prefix_index=index), [3 + i % 150 for i in range(75)]
+    core, first = (
+        make_core(model, token_budget=budget, max_requests=7, prefix_index=index),
+        [3 + i % 150 for i in range(75)],
+    )
     answer = run(core, {"1": (first, greedy(10))})["1"]
     second = [*first, *answer.tokens, 9, 8, 7]
     assert is_as_without_the_cache(core, model, "2", (second, greedy(10, logprobs=1))) == 64
     third = [*second, 5, 5, 5, 5, 5, 5, 5, 5]
-    assert is_as_without_the_cache(core, model, "3", (third, greedy(10, logprobs=1))) == (len(second) - 1) // 16 * 16
-    assert is_as_without_the_cache(core, model, "other", ([*first[:70], 1, 2, 3], greedy(10, logprobs=1))) == 64
+    assert (
+        is_as_without_the_cache(core, model, "3", (third, greedy(10, logprobs=1)))
+        == (len(second) - 1) // 16 * 16
+    )
+    assert (
+        is_as_without_the_cache(
+            core, model, "other", ([*first[:70], 1, 2, 3], greedy(10, logprobs=1))
+        )
+        == 64
+    )
     assert is_as_without_the_cache(core, model, "1 again", (first, greedy(10, logprobs=1))) == 64
 
 
@@ -292,7 +377,10 @@ def test_a_prefix_that_prompts_share_is_found_from_the_third_on(saved, sparse, i
     model = load_model(path)
     core, shared = make_core(model, prefix_index=index), [3 + i % 150 for i in range(50)]
     found = [
-        is_as_without_the_cache(core, model, str(i), (shared + [160 + i] * (30 + 9 * i), greedy(6, logprobs=1))) for i in range(5)
+        is_as_without_the_cache(
+            core, model, str(i), (shared + [160 + i] * (30 + 9 * i), greedy(6, logprobs=1))
+        )
+        for i in range(5)
     ]
     assert found == [0, 0, 48, 48, 48]
 
@@ -319,7 +407,9 @@ def test_large_states_have_large_pages(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     model = model_class(checkpoint).read_config(checkpoint)
     machine = replace(detect(), available_bytes=2**40, memory_bytes=2**40)
-    resolved = config.resolve(config.EngineOptions(model=str(tmp_path), device="cpu", dtype="float32"), model, machine)
+    resolved = config.resolve(
+        config.EngineOptions(model=str(tmp_path), device="cpu", dtype="float32"), model, machine
+    )
     assert model.state_bytes > 75 * 2**20
     assert (resolved.page_size, len(resolved.layout.groups)) == (64, 27)
     asked = config.EngineOptions(model=str(tmp_path), device="cpu", dtype="float32", page_size=16)
@@ -349,25 +439,33 @@ def write_gguf(name: str, reference, path) -> None:
     ):  # fmt: skip
         if value is not None:
             add(value)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps if name == "Qwen3Next" else shape.layer_norm_epsilon)
+    writer.add_layer_norm_rms_eps(
+        shape.rms_norm_eps if name == "Qwen3Next" else shape.layer_norm_epsilon
+    )
     if name == "Qwen3Next":
         writer.add_feed_forward_length(shape.intermediate_size)
         writer.add_head_count(shape.num_attention_heads)
         writer.add_head_count_kv(shape.num_key_value_heads)
         writer.add_key_length(shape.head_dim)
-        writer.add_rope_dimension_count(int(shape.head_dim * shape.rope_parameters["partial_rotary_factor"]))
+        writer.add_rope_dimension_count(
+            int(shape.head_dim * shape.rope_parameters["partial_rotary_factor"])
+        )
         writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
         writer.add_expert_count(shape.num_experts)
         writer.add_expert_used_count(shape.num_experts_per_tok)
         writer.add_expert_feed_forward_length(shape.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(shape.shared_expert_intermediate_size)
         writer.add_full_attention_interval(2)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), shape.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, arch.upper()), shape.num_hidden_layers
+    )
     for key, value in reference.state_dict().items():
         if key == "lm_head.weight" and shape.tie_word_embeddings:
             continue
         stored = key.replace("dt_bias", "dt_proj.bias") if name != "Mamba" else key
-        for target, values in converted(names.get_name(stored, (".weight", ".bias")), key, value, name, shape):
+        for target, values in converted(
+            names.get_name(stored, (".weight", ".bias")), key, value, name, shape
+        ):
             writer.add_tensor(target, np.ascontiguousarray(values.float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -387,9 +485,14 @@ def converted(target, key, value, name, shape):
     if name == "Qwen3Next" and "norm" in key and "linear_attn" not in key:
         value = value + 1
     if name == "Qwen3Next" and "in_proj_qkvz" in key:
-        keys, per_key = shape.linear_key_head_dim, shape.linear_num_value_heads // shape.linear_num_key_heads
+        keys, per_key = (
+            shape.linear_key_head_dim,
+            shape.linear_num_value_heads // shape.linear_num_key_heads,
+        )
         values = per_key * shape.linear_value_head_dim
-        q, k, v, z = value.view(shape.linear_num_key_heads, -1, value.shape[1]).split([keys, keys, values, values], 1)
+        q, k, v, z = value.view(shape.linear_num_key_heads, -1, value.shape[1]).split(
+            [keys, keys, values, values], 1
+        )
         layer = key.split(".")[2]
         return [
             (f"blk.{layer}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in (q, k, v)])),
@@ -398,7 +501,10 @@ def converted(target, key, value, name, shape):
     if key.endswith("experts.gate_up_proj"):
         gate, up = value.chunk(2, 1)
         layer = key.split(".")[2]
-        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+        return [
+            (f"blk.{layer}.ffn_gate_exps.weight", gate),
+            (f"blk.{layer}.ffn_up_exps.weight", up),
+        ]
     if key.endswith("experts.down_proj"):
         return [(f"blk.{key.split('.')[2]}.ffn_down_exps.weight", value)]
     assert target is not None, key
@@ -415,4 +521,6 @@ def test_gguf_files_give_the_same_logits(name, tmp_path, monkeypatch):
     write_gguf(name, reference, tmp_path / "model.gguf")
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
-    assert (Harness(load_model(tmp_path / "model.gguf")).step((0, 0, prompt)) - expected).abs().max() < 1e-3
+    assert (
+        Harness(load_model(tmp_path / "model.gguf")).step((0, 0, prompt)) - expected
+    ).abs().max() < 1e-3

@@ -1,4 +1,5 @@
-"""A family whose keys and values differ in size, and whose last layer reads the cache of an earlier one."""
+"""A family whose keys and values differ in size, and whose last layer reads the cache of an earlier
+one."""
 
 import json
 from dataclasses import replace
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import Answer, byte_tokenizer, engine_config, greedy, load_model, make_core, run, take
+from tests.helpers import (
+    Answer,
+    byte_tokenizer,
+    engine_config,
+    greedy,
+    load_model,
+    make_core,
+    run,
+    take,
+)
 from tidemill.config.cache import bytes_of_page, decide_layout
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
@@ -50,7 +60,10 @@ def random_weights(key=KEY, value=VALUE, heads=HEADS, kv_heads=KV_HEADS):
     def random(*shape):
         return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
 
-    tensors = {"model.embed_tokens.weight": random(VOCAB, HIDDEN), "lm_head.weight": random(VOCAB, HIDDEN)}
+    tensors = {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        "lm_head.weight": random(VOCAB, HIDDEN),
+    }
     tensors["model.norm.weight"] = torch.rand(HIDDEN, generator=generator) + 0.5
     for layer in range(LAYERS):
         shapes = {
@@ -60,9 +73,13 @@ def random_weights(key=KEY, value=VALUE, heads=HEADS, kv_heads=KV_HEADS):
         }  # fmt: skip
         if layer == LAYERS - 1:
             del shapes["self_attn.k_proj"], shapes["self_attn.v_proj"]
-        tensors |= {f"model.layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        tensors |= {
+            f"model.layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()
+        }
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.rand(HIDDEN, generator=generator) + 0.5
+            tensors[f"model.layers.{layer}.{name}.weight"] = (
+                torch.rand(HIDDEN, generator=generator) + 0.5
+            )
     return tensors
 
 
@@ -70,7 +87,11 @@ def make_model(folder, window=20, key=KEY, value=VALUE, **more):
     """A checkpoint of the family, and its weights."""
     from safetensors.torch import save_file
 
-    settings = {"architectures": ["UnequalForCausalLM"], "model_type": "unequal", "sliding_window": window}
+    settings = {
+        "architectures": ["UnequalForCausalLM"],
+        "model_type": "unequal",
+        "sliding_window": window,
+    }
     settings |= {"head_dim": key, "v_head_dim": value} | more
     (folder / "config.json").write_text(json.dumps(settings))
     sizes = more.get("num_attention_heads", HEADS), more.get("num_key_value_heads", KV_HEADS)
@@ -101,14 +122,18 @@ def logprobs_of(tensors, ids, window=20, key=KEY, value=VALUE, heads=HEADS, kv_h
         if layer < LAYERS - 1:
             k = rotate((y @ of["self_attn.k_proj.weight"].T).view(num, kv_heads, key))
             cache[layer] = k, (y @ of["self_attn.v_proj.weight"].T).view(num, kv_heads, value)
-        k, v = (part.repeat_interleave(repeats, 1) for part in cache[layer if layer < LAYERS - 1 else 0])
+        k, v = (
+            part.repeat_interleave(repeats, 1) for part in cache[layer if layer < LAYERS - 1 else 0]
+        )
         scores = torch.einsum("qhd,khd->hqk", q, k) * key**-0.5
         behind = positions[:, None] - positions
         hidden = (behind < 0) | ((behind >= window) if layer == 1 else False)
         out = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
         x = x + out.flatten(1) @ of["self_attn.o_proj.weight"].T
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
-        inner = torch.nn.functional.silu(y @ of["mlp.gate_proj.weight"].T) * (y @ of["mlp.up_proj.weight"].T)
+        inner = torch.nn.functional.silu(y @ of["mlp.gate_proj.weight"].T) * (
+            y @ of["mlp.up_proj.weight"].T
+        )
         x = x + inner @ of["mlp.down_proj.weight"].T
     return (norm(x, "model.norm.weight") @ tensors["lm_head.weight"].T).log_softmax(-1)
 
@@ -120,7 +145,10 @@ def _registered(monkeypatch):
 
 PROMPT = [(7 * j + 3) % VOCAB for j in range(150)]
 X = {"x": (PROMPT, greedy(24, logprobs=1, ignore_eos=True))}
-OTHERS = {f"o{i}": ([(5 * j + i) % VOCAB for j in range(1 + 37 * i % 90)], greedy(12, ignore_eos=True)) for i in range(7)}
+OTHERS = {
+    f"o{i}": ([(5 * j + i) % VOCAB for j in range(1 + 37 * i % 90)], greedy(12, ignore_eos=True))
+    for i in range(7)
+}
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -155,7 +183,11 @@ def test_tokens_do_not_depend_on_the_company(tmp_path, path_taken, kv_dtype):
     cached = run(core, X)["x"]
     assert cached.last.num_cached >= 128
     assert cached == alone
-    core, answers, num_preempted = make_core(model, kv_dtype=kv_dtype, token_budget=64), {"x": Answer()}, 0
+    core, answers, num_preempted = (
+        make_core(model, kv_dtype=kv_dtype, token_budget=64),
+        {"x": Answer()},
+        0,
+    )
     core.submit(Submit("x", *X["x"]))
     while core.has_work:
         take(core, answers)
@@ -194,7 +226,13 @@ def test_pages_of_layers_of_different_sizes():
     """Few bytes of a page stay empty, and as few page tables as that allows."""
     layout = lay_out([0, 0, 0, 64, 64], 16, 4096, [40, 40, 80, 100, 60])
     assert layout.token_bytes == 160
-    assert [(place.group, place.start) for place in layout.places] == [(0, 0), (0, 40), (0, 80), (1, 0), (1, 100)]
+    assert [(place.group, place.start) for place in layout.places] == [
+        (0, 0),
+        (0, 40),
+        (0, 80),
+        (1, 0),
+        (1, 100),
+    ]
     assert [group.window for group in layout.groups] == [0, 64]
     assert layout.page_bytes(16, 0) == 16 * 160
     padded = lay_out([0, 0], 16, 4096, [40, 80], row_bytes=1000)
@@ -208,17 +246,27 @@ def test_a_value_is_a_part_of_its_key(backend):
         pytest.skip(native.why)
     heads, key, value, size, before, new = 6, 72, 64, 16, 40, 5
     spec = AttentionSpec(
-        num_heads=heads, num_kv_heads=1, head_dim=key, value_head_dim=value, values_in_keys=True, scale=0.1, rotation=None
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=key,
+        value_head_dim=value,
+        values_in_keys=True,
+        scale=0.1,
+        rotation=None,
     )
     assert spec.token_bytes("float32") == 4 * key
     pages, table = torch.zeros(9, size * key), torch.arange(1, 9, dtype=torch.int32)[None]
     kv = PagedKV(pages, [table], (spec,), [None], (Place(0, 0),), page_size=size)
     vectors, queries = torch.randn(before + new, 1, key), torch.randn(before + new, heads, key)
     fused = torch.cat([queries, vectors], 1).flatten(1)
-    expected = attention_reference(queries, vectors, vectors[..., -value:], torch.arange(before + new), spec).flatten(1)
+    expected = attention_reference(
+        queries, vectors, vectors[..., -value:], torch.arange(before + new), spec
+    ).flatten(1)
     found, attention = [], backend(kv)
     for start, count in ((0, before), (before, new)):
         positions = torch.arange(start, start + count)
-        step = attention.plan(np.array([0]), np.array([start]), np.array([count]), positions, size + positions[None])
+        step = attention.plan(
+            np.array([0]), np.array([start]), np.array([count]), positions, size + positions[None]
+        )
         found.append(step.attend(0, fused[start : start + count].clone()))
     assert torch.allclose(torch.cat(found), expected, atol=2e-5)

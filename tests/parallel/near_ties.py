@@ -1,4 +1,5 @@
-"""Tokens of two layouts, equal but for near-ties; and how many of those there were, which a run of the tests says at its end."""
+"""Tokens of two layouts, equal but for near-ties; and how many of those there were, which a run of
+the tests says at its end."""
 
 from collections import Counter
 
@@ -14,10 +15,22 @@ def excused(answers: dict[str, Answer], expected: dict[str, Answer]) -> int:
     for name, answer in expected.items():
         got = answers[name].tokens
         assert len(got) == len(answer.tokens)
-        at = next((i for i, pair in enumerate(zip(got, answer.tokens, strict=True)) if pair[0] != pair[1]), None)
+        at = next(
+            (
+                i
+                for i, pair in enumerate(zip(got, answer.tokens, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if at is not None:
             best = answer.logprobs[at].top
             assert abs(best[0][1] - best[1][1]) < NEAR_TIE, (name, at, best)
             num += 1
-    TALLY.update(comparisons=1, ties=num, sequences=len(expected), tokens=sum(len(answer.tokens) for answer in expected.values()))
+    TALLY.update(
+        comparisons=1,
+        ties=num,
+        sequences=len(expected),
+        tokens=sum(len(answer.tokens) for answer in expected.values()),
+    )
     return num

@@ -1,4 +1,5 @@
-"""Mistakes and failures of groups, by the commands that a user types: one error each, and nothing is left of them."""
+"""Mistakes and failures of groups, by the commands that a user types: one error each, and nothing
+is left of them."""
 
 import json
 import os
@@ -26,13 +27,16 @@ OLD = "0.0.1"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    make_llama(path, vocab_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    make_llama(
+        path, vocab_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+    )
     byte_tokenizer(path)
     return path
 
 
 class Place:
-    """Where commands are run: a mark by which all that they start is found again, and a package of this or another version."""
+    """Where commands are run: a mark by which all that they start is found again, and a package of
+    this or another version."""
 
     def __init__(self, path: Path, port: int) -> None:
         self.path, self.mark, self.began = path, f"TEST_RUN={uuid4()}", shared_files()
@@ -47,7 +51,9 @@ class Place:
             environment["PYTHONPATH"] = str(root)
         command = [sys.executable, "-m", "tidemill", *map(str, arguments)]
         with (self.path / uuid4().hex).open("w+") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=root)
+            process = subprocess.Popen(
+                command, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=root
+            )
             process.said = Path(said.name)
             try:
                 yield process
@@ -56,22 +62,51 @@ class Place:
                 process.wait()
 
     def serve(self, model, *options):
-        common = ["--port", "0", "--threads", "1", "--kv-memory", "16M", "--data-dir", self.path / "data"]
+        common = [
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            "--kv-memory",
+            "16M",
+            "--data-dir",
+            self.path / "data",
+        ]
         return self.run("serve", model, *common, *options)
 
     def worker(self, *options, root=None):
-        return self.run("worker", "--join", self.address, "--key-file", self.key, "--threads", "1", *options, root=root)
+        return self.run(
+            "worker",
+            "--join",
+            self.address,
+            "--key-file",
+            self.key,
+            "--threads",
+            "1",
+            *options,
+            root=root,
+        )
 
     @property
     def remote(self):
-        return ["--remote-workers", "1", "--workers-address", self.address, "--workers-key-file", self.key]
+        return [
+            "--remote-workers",
+            "1",
+            "--workers-address",
+            self.address,
+            "--workers-key-file",
+            self.key,
+        ]
 
     def processes(self, module=b"") -> list[int]:
         """That run, of all that was started here."""
         found = []
         for pid in map(Path("/proc").joinpath, filter(str.isdecimal, os.listdir("/proc"))):
             try:
-                if self.mark.encode() in (pid / "environ").read_bytes().split(b"\0") and module in (pid / "cmdline").read_bytes():
+                if (
+                    self.mark.encode() in (pid / "environ").read_bytes().split(b"\0")
+                    and module in (pid / "cmdline").read_bytes()
+                ):
                     found.append(int(pid.name))
             except OSError:
                 continue
@@ -129,7 +164,10 @@ def test_wrong_world_sizes(folder, place, options, words):
 
 def test_a_worker_that_has_another_version(folder, place, tmp_path):
     """Both sides say so, and both end."""
-    with place.worker(root=older(tmp_path)) as worker, place.serve(folder, "--tensor-parallel", "2", *place.remote) as server:
+    with (
+        place.worker(root=older(tmp_path)) as worker,
+        place.serve(folder, "--tensor-parallel", "2", *place.remote) as server,
+    ):
         wrong = f"A worker has another version than rank 0: {OLD} instead of {__version__}"
         place.failed(server, wrong, "Install the same version")
         place.failed(worker, wrong)
@@ -137,12 +175,21 @@ def test_a_worker_that_has_another_version(folder, place, tmp_path):
 
 def test_a_worker_that_has_another_model(folder, place, tmp_path):
     (tmp_path / "other").mkdir()
-    make_llama(tmp_path / "other", vocab_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, seed=1)
+    make_llama(
+        tmp_path / "other",
+        vocab_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        seed=1,
+    )
     with (
         place.worker("--model", tmp_path / "other") as worker,
         place.serve(folder, "--tensor-parallel", "2", *place.remote) as server,
     ):
-        place.failed(server, "Worker 1 has another model than rank 0", "Give all hosts the same files")
+        place.failed(
+            server, "Worker 1 has another model than rank 0", "Give all hosts the same files"
+        )
         place.failed(worker, "Worker 1 has another model than rank 0")
 
 
@@ -164,8 +211,15 @@ def test_a_rank_that_dies_while_it_loads(place, tmp_path, layout):
         held = Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()[0]
         return int(held) > 200_000  # KiB: more than any import takes
 
-    with place.serve(tmp_path, "--load-format", "dummy", "--dtype", "float32", layout, "2") as server:
-        until(lambda: any(map(is_loading, place.processes(b"tidemill.engine.worker"))) or server.poll() is not None)
+    with place.serve(
+        tmp_path, "--load-format", "dummy", "--dtype", "float32", layout, "2"
+    ) as server:
+        until(
+            lambda: (
+                any(map(is_loading, place.processes(b"tidemill.engine.worker")))
+                or server.poll() is not None
+            )
+        )
         (worker,) = place.processes(b"tidemill.engine.worker")
         os.kill(worker, signal.SIGKILL)
         place.failed(server, "Worker 1 of the group is gone: it ended with code -9")

@@ -1,4 +1,5 @@
-"""How models are cut over ranks: everything is somewhere, heads stay whole, ranks hold about the same."""
+"""How models are cut over ranks: everything is somewhere, heads stay whole, ranks hold about the
+same."""
 
 from dataclasses import replace
 
@@ -12,11 +13,19 @@ from tidemill.types.model_config import AttentionSpec, ModelConfig, MoESpec, Sta
 
 
 def spec(num_heads: int, num_kv_heads: int, head_dim: int = 64) -> AttentionSpec:
-    return AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=1.0, rotation=None)
+    return AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=1.0, rotation=None
+    )
 
 
 def config(layer, num_layers: int = 2, **more) -> ModelConfig:
-    given = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "max_context": 128, "norm_eps": 1e-5} | more
+    given = {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "max_context": 128,
+        "norm_eps": 1e-5,
+    } | more
     return ModelConfig(architecture="x", layers=alike(num_layers, layer), **given)
 
 
@@ -25,7 +34,8 @@ def ranks(size: int) -> list[Shard]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size"), [(9, 3, 2), (9, 3, 4), (8, 1, 4), (32, 8, 4), (6, 2, 3), (7, 7, 4), (5, 1, 5)]
+    ("heads", "groups", "size"),
+    [(9, 3, 2), (9, 3, 4), (8, 1, 4), (32, 8, 4), (6, 2, 3), (7, 7, 4), (5, 1, 5)],
 )
 def test_heads(heads, groups, size):
     own = [heads_of(spec(heads, groups), shard) for shard in ranks(size)]
@@ -62,9 +72,12 @@ def test_shares_even_out_what_ranks_have_besides():
 
 
 def test_states():
-    delta = StateSpec(kind="delta", num_heads=4, head_dim=16, state_size=8, num_groups=2, norm_size=16)
+    delta = StateSpec(
+        kind="delta", num_heads=4, head_dim=16, state_size=8, num_groups=2, norm_size=16
+    )
     cut = state_cut(delta, Shard(1, 2))
-    assert cut.channels.runs == (range(32, 64), range(72, 80), range(88, 96))  # values, then the group's keys and queries
+    # values, then the group's keys and queries
+    assert cut.channels.runs == (range(32, 64), range(72, 80), range(88, 96))
     assert rank_config(config(delta), Shard(1, 2)).layers[0].num_channels == cut.channels.num
     with pytest.raises(ConfigError, match="evenly"):
         rank_config(config(replace(delta, num_heads=6, num_groups=3)), Shard(0, 2))

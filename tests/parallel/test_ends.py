@@ -1,4 +1,5 @@
-"""How groups of real processes begin and end: killed workers, other hosts, mistakes. One error each, and nobody is left."""
+"""How groups of real processes begin and end: killed workers, other hosts, mistakes. One error
+each, and nobody is left."""
 
 import asyncio
 import os
@@ -29,8 +30,16 @@ KEY = "0123456789abcdef0123"
 
 def children(pid: int) -> list[int]:
     """Workers that a process has started."""
-    found = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return [int(child) for child in found if b"tidemill.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = [
+        child
+        for task in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in task.read_text().split()
+    ]
+    return [
+        int(child)
+        for child in found
+        if b"tidemill.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def is_gone(pid: int) -> bool:
@@ -51,7 +60,9 @@ def shared_files() -> set[str]:
 def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
     (moe if layout == "ep2" else dense)(tmp_path)
     drawn = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=5)
-    asked = {f"r{i}": ([5 + i, 6, 7], drawn if i % 2 else greedy(40, ignore_eos=True)) for i in range(6)}
+    asked = {
+        f"r{i}": ([5 + i, 6, 7], drawn if i % 2 else greedy(40, ignore_eos=True)) for i in range(6)
+    }
 
     async def tokens(client, turn, name, on_token):
         seen = []
@@ -72,7 +83,9 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
                 os.kill(worker, signal.SIGKILL)
 
         async def batch(turn, on_token=lambda num: None):
-            return await asyncio.wait_for(asyncio.gather(*(tokens(client, turn, name, on_token) for name in asked)), LONG_S)
+            return await asyncio.wait_for(
+                asyncio.gather(*(tokens(client, turn, name, on_token) for name in asked)), LONG_S
+            )
 
         killed = []
         try:
@@ -81,7 +94,9 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
             assert {len(each) for each in undisturbed} == {40}
             assert await batch("disturbed", kill_once) == undisturbed
             assert client.num_restarts == 1
-            assert "orker" in next(event.reason for event in events if isinstance(event, EngineRestarted))
+            assert "orker" in next(
+                event.reason for event in events if isinstance(event, EngineRestarted)
+            )
             # Also while nothing is asked of it.
             (worker,) = children(client.link.pid)
             os.kill(worker, signal.SIGKILL)
@@ -97,7 +112,8 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", ["tp4", "tp2 pp2", "gathered2"])
 def test_a_worker_killed_while_it_loads(tmp_path, layout):
-    """The group does not start, the reason is one error, and neither processes nor shared memory are left."""
+    """The group does not start, the reason is one error, and neither processes nor shared memory
+    are left."""
     dense(tmp_path)
     before, workers = shared_files(), []
 
@@ -119,7 +135,11 @@ def test_a_worker_killed_before_it_comes(tmp_path):
     killed = []
 
     def progress(name, done, total):
-        if "have not come yet" in name and not killed and len(started := children(os.getpid())) == 3:
+        if (
+            "have not come yet" in name
+            and not killed
+            and len(started := children(os.getpid())) == 3
+        ):
             killed.extend(started)
             os.kill(killed[0], signal.SIGKILL)
 
@@ -161,8 +181,19 @@ def remote(tmp_path, port):
 
     @contextmanager
     def worker(*more, key_file=key):
-        command = ["worker", "--join", address, "--key-file", str(key_file), "--threads", "1", *map(str, more)]
-        process = subprocess.Popen([sys.executable, "-m", "tidemill", *command], stderr=subprocess.PIPE, text=True)
+        command = [
+            "worker",
+            "--join",
+            address,
+            "--key-file",
+            str(key_file),
+            "--threads",
+            "1",
+            *map(str, more),
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidemill", *command], stderr=subprocess.PIPE, text=True
+        )
         try:
             yield process
         finally:
@@ -175,7 +206,14 @@ def remote(tmp_path, port):
 def with_layout(options, layout):
     return EngineOptions(
         **{
-            name: getattr(options, name) for name in ("model", "threads", "remote_workers", "workers_address", "workers_key_file")
+            name: getattr(options, name)
+            for name in (
+                "model",
+                "threads",
+                "remote_workers",
+                "workers_address",
+                "workers_key_file",
+            )
         },
         **layout,
     )
@@ -200,7 +238,8 @@ def test_a_worker_of_another_host(remote, layout):
 
 
 def test_requests_go_on_after_a_worker_of_another_host_was_killed(remote):
-    """First its process, which the command starts again; then the command itself, in whose place another comes."""
+    """First its process, which the command starts again; then the command itself, in whose place
+    another comes."""
     options, worker = remote
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=5)
 
@@ -232,7 +271,10 @@ def test_requests_go_on_after_a_worker_of_another_host_was_killed(remote):
                 await client.start(with_layout(options, LAYOUTS["tp2"]))
                 undisturbed = await tokens(client, "undisturbed")
                 for number, kill in enumerate((kill_process, kill_command), 1):
-                    assert await asyncio.wait_for(tokens(client, f"disturbed {number}", kill), LONG_S) == undisturbed
+                    assert (
+                        await asyncio.wait_for(tokens(client, f"disturbed {number}", kill), LONG_S)
+                        == undisturbed
+                    )
                     assert client.num_restarts == number
             finally:
                 await client.close()
@@ -249,7 +291,9 @@ def test_requests_go_on_after_a_worker_of_another_host_was_killed(remote):
 def ended(process) -> tuple[int, str]:
     """Its code, and what it says but for progress."""
     _, said = process.communicate(timeout=LONG_S)
-    return process.returncode, "\n".join(line for line in said.splitlines() if not line.startswith("Joining"))
+    return process.returncode, "\n".join(
+        line for line in said.splitlines() if not line.startswith("Joining")
+    )
 
 
 def test_a_worker_that_nobody_answers(remote):
@@ -278,7 +322,12 @@ def test_a_worker_with_another_model(remote, tmp_path):
     options, worker = remote
     (tmp_path / "other").mkdir()
     make_llama(
-        tmp_path / "other", seed=1, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True
+        tmp_path / "other",
+        seed=1,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
     )
     with worker("--model", tmp_path / "other") as wrong:
         with pytest.raises(ConfigError, match="Worker 1 has another model than rank 0"):
@@ -292,5 +341,8 @@ def test_a_worker_with_another_model(remote, tmp_path):
 def test_a_port_that_is_taken(remote):
     options, _ = remote
     host, _, port = options.workers_address.rpartition(":")
-    with socket.create_server((host, int(port))), pytest.raises(ConfigError, match=f"Cannot listen on {host}:{port}"):
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(ConfigError, match=f"Cannot listen on {host}:{port}"),
+    ):
         load_core(with_layout(options, LAYOUTS["tp2"]))

@@ -1,4 +1,5 @@
-"""Collectives over a library that only gathers: gloo here, NCCL on GPUs. The same results, and the same bits, as by sockets."""
+"""Collectives over a library that only gathers: gloo here, NCCL on GPUs. The same results, and the
+same bits, as by sockets."""
 
 import contextlib
 import threading
@@ -37,7 +38,9 @@ class Gloo:
         self._group._allgather_base(out.view(-1).view(torch.uint8), x.view(torch.uint8)).wait()
 
     def all_to_all(self, x, out):
-        self._group.alltoall_base(out.view(-1).view(torch.uint8), x.view(torch.uint8), [], []).wait()
+        self._group.alltoall_base(
+            out.view(-1).view(torch.uint8), x.view(torch.uint8), [], []
+        ).wait()
 
     def end(self):
         self._is_ended = True
@@ -50,7 +53,9 @@ def make_host(tmp_path):
     def prepare(size):
         doors = [Door(str(tmp_path / f"{rank}.sock"), KEY) for rank in range(size)]
         addresses = [door.address for door in doors]
-        return lambda rank: SocketGroup(rank, meet_peers(rank, set(range(size)) - {rank}, addresses, doors[rank], KEY))
+        return lambda rank: SocketGroup(
+            rank, meet_peers(rank, set(range(size)) - {rank}, addresses, doors[rank], KEY)
+        )
 
     return prepare
 
@@ -75,7 +80,10 @@ def test_every_collective_as_by_sockets(make_group):
     torch.manual_seed(0)
     xs = [torch.randn(7, 100) * 10**rank for rank in range(size)]
     halves = [x.bfloat16() for x in xs]
-    total, half = xs[0] + xs[1] + xs[2], (halves[0].float() + halves[1].float() + halves[2].float()).bfloat16()
+    total, half = (
+        xs[0] + xs[1] + xs[2],
+        (halves[0].float() + halves[1].float() + halves[2].float()).bfloat16(),
+    )
     assert not torch.equal(total, xs[2] + xs[1] + xs[0])  # the order matters
 
     def work(group):
@@ -96,7 +104,8 @@ def test_every_collective_as_by_sockets(make_group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_sums_are_shared_out_and_the_same(dtype, make_group, monkeypatch):
     monkeypatch.setattr(gathers, "_LARGE_BYTES", 1)
-    xs = [(torch.randn(7, 31) * 10**rank).to(dtype) for rank in range(3)]  # 217 values: ranks have 73, 73 and 71
+    # 217 values: ranks have 73, 73 and 71
+    xs = [(torch.randn(7, 31) * 10**rank).to(dtype) for rank in range(3)]
     total = (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
 
     def work(group):
@@ -168,22 +177,34 @@ def test_an_error_of_the_network_is_told_unless_there_is_a_better_reason(monkeyp
 
 @pytest.mark.parametrize(
     ("collectives", "hosts", "chosen"),
-    [("auto", "aa", "ipc"), ("ipc", "aa", "ipc"), ("nccl", "aa", "nccl"), ("auto", "ab", "nccl"), ("nccl", "ab", "nccl")],
+    [
+        ("auto", "aa", "ipc"),
+        ("ipc", "aa", "ipc"),
+        ("nccl", "aa", "nccl"),
+        ("auto", "ab", "nccl"),
+        ("nccl", "ab", "nccl"),
+    ],
 )
 def test_nccl_between_hosts_and_cuda_ipc_on_one(collectives, hosts, chosen, make_host, monkeypatch):
     made, ids = choices(monkeypatch, hosts), set()
-    ranks = run_plainly(2, make_host(2), lambda host: on_devices(host, Devices("cuda", collectives)))
+    ranks = run_plainly(
+        2, make_host(2), lambda host: on_devices(host, Devices("cuda", collectives))
+    )
     assert [type(rank) for rank in ranks] == [tuple] * 2, ranks
     for kind, *rest in ranks:
         assert kind == chosen
         ids |= set(rest)
-    assert ids == ({made} if chosen == "nccl" else set()), "all ranks have the id that the first one made"
+    assert ids == ({made} if chosen == "nccl" else set()), (
+        "all ranks have the id that the first one made"
+    )
 
 
 def test_cuda_ipc_between_hosts_is_refused(make_host, monkeypatch):
     choices(monkeypatch, "ab")
     ranks = run_plainly(2, make_host(2), lambda host: on_devices(host, Devices("cuda", "ipc")))
-    assert all(isinstance(rank, ConfigError) and "on 2 hosts" in rank.message for rank in ranks), ranks
+    assert all(isinstance(rank, ConfigError) and "on 2 hosts" in rank.message for rank in ranks), (
+        ranks
+    )
 
 
 def choices(monkeypatch, hosts):
@@ -192,7 +213,9 @@ def choices(monkeypatch, hosts):
     seen = threading.local()
     monkeypatch.setattr(peers, "own_host", lambda: hosts[seen.rank].encode())
     monkeypatch.setattr(peers, "CudaGroup", lambda host: ("ipc",))
-    monkeypatch.setattr(peers, "Library", lambda: type("", (), {"new_id": lambda self: shared_id})())
+    monkeypatch.setattr(
+        peers, "Library", lambda: type("", (), {"new_id": lambda self: shared_id})()
+    )
     monkeypatch.setattr(peers, "Communicator", lambda given, *rest: given)
     monkeypatch.setattr(peers, "GatherGroup", lambda host, wire, on_error: ("nccl", wire))
     choices.seen = seen
@@ -251,7 +274,10 @@ def test_gpus_of_two_hosts_may_share_layers():
     gpu = replace(LARGE, gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36, num_gpus=1)
     away = {"remote_workers": 1, "workers_address": "10.0.0.1:29500", "workers_key_file": "key"}
     config = resolve(EngineOptions(device="cuda", tensor_parallel=2, **away), SMOLLM2, gpu)
-    assert (config.collectives, config.reasons["collectives"]) == ("auto", "CUDA IPC on one host, NCCL between hosts")
+    assert (config.collectives, config.reasons["collectives"]) == (
+        "auto",
+        "CUDA IPC on one host, NCCL between hosts",
+    )
 
 
 # ---- NCCL's own end, with a library of the test's
@@ -283,7 +309,9 @@ class Nccl:
         for name in ("GroupStart", "GroupEnd"):
             setattr(self, f"nccl{name}", lambda: 0)
         self.ncclCommAbort = lambda comm: self.aborted.set() or 0
-        self.ncclGetErrorString = lambda code: b"invalid usage" if code == 5 else b"remote process exited"
+        self.ncclGetErrorString = lambda code: (
+            b"invalid usage" if code == 5 else b"remote process exited"
+        )
         self.ncclGetLastError = lambda comm: b"Duplicate GPU detected"
         self.ncclCommInitRank, self.ncclGetUniqueId, self.ncclCommGetAsyncError = (
             ncclCommInitRank, ncclGetUniqueId, ncclCommGetAsyncError,

@@ -1,4 +1,5 @@
-"""Collectives: the same results by shared memory and by sockets, and an error instead of a wait for who is gone."""
+"""Collectives: the same results by shared memory and by sockets, and an error instead of a wait for
+who is gone."""
 
 import threading
 from contextlib import closing
@@ -52,7 +53,9 @@ def make_group(request, tmp_path):
         addresses = [door.address for door in doors]
 
         def make(rank):
-            return SocketGroup(rank, meet_peers(rank, set(range(size)) - {rank}, addresses, doors[rank], KEY))
+            return SocketGroup(
+                rank, meet_peers(rank, set(range(size)) - {rank}, addresses, doors[rank], KEY)
+            )
 
         return make
 
@@ -61,12 +64,17 @@ def make_group(request, tmp_path):
 
 def check_gathers(group):
     """Of three ranks, along both dimensions, of equal and of different sizes."""
-    rank, seeded = group.rank, torch.Generator().manual_seed(1)  # ranks are threads, and draw the same
+    # ranks are threads, and draw the same
+    rank, seeded = group.rank, torch.Generator().manual_seed(1)
     xs = [torch.randn(7, 100, generator=seeded) for _ in range(3)]
     wide = [torch.randn(5, 130 + each, generator=seeded) for each in range(3)]
     long = [torch.randn(40 + each, 33, generator=seeded) for each in range(3)]
-    assert torch.equal(group.all_gather(wide[rank], 1, [each.shape[1] for each in wide]), torch.cat(wide, 1))
-    assert torch.equal(group.all_gather(long[rank], 0, [len(each) for each in long]), torch.cat(long))
+    assert torch.equal(
+        group.all_gather(wide[rank], 1, [each.shape[1] for each in wide]), torch.cat(wide, 1)
+    )
+    assert torch.equal(
+        group.all_gather(long[rank], 0, [len(each) for each in long]), torch.cat(long)
+    )
     assert torch.equal(group.all_gather(xs[rank]), torch.cat(xs, 1))
     few = xs[0][: int(rank == 1)]  # as of a step with fewer tokens than ranks
     assert torch.equal(group.all_gather(few, 0, [0, 1, 0]), xs[0][:1])
@@ -76,7 +84,10 @@ def test_every_collective(make_group):
     size = 3
     torch.manual_seed(0)
     xs = [torch.randn(7, 100) * 10**rank for rank in range(size)]
-    parts = [[torch.randn((3 * rank + other) % 5 * 30, 11) for other in range(size)] for rank in range(size)]
+    parts = [
+        [torch.randn((3 * rank + other) % 5 * 30, 11) for other in range(size)]
+        for rank in range(size)
+    ]
     total = xs[0].clone()
     for x in xs[1:]:
         total += x
@@ -140,7 +151,9 @@ def test_collectives_are_ops_of_a_recorded_program(tmp_path):
 
 def double_it(what, x, out, num_rows, width, num_out):
     def array(place, columns):
-        return np.ctypeslib.as_array((native.ctypes.c_float * (num_rows * columns)).from_address(place)).reshape(num_rows, -1)
+        return np.ctypeslib.as_array(
+            (native.ctypes.c_float * (num_rows * columns)).from_address(place)
+        ).reshape(num_rows, -1)
 
     if what == 0:
         array(x, width)[:] *= 2

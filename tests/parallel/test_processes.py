@@ -31,14 +31,22 @@ pytestmark = pytest.mark.slow
 
 
 def dense(path):
-    make_llama(path, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True)
+    make_llama(
+        path,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
 
 
 def window(path):
     import transformers
 
     sizes = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
-    config = transformers.Gemma3TextConfig(**sizes, head_dim=24, sliding_window=20, layer_types=LAYERS)
+    config = transformers.Gemma3TextConfig(
+        **sizes, head_dim=24, sliding_window=20, layer_types=LAYERS
+    )
     transformers.Gemma3ForCausalLM(config).save_pretrained(path)
 
 
@@ -75,8 +83,14 @@ def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     MODELS[request.param](folder)
     vocab_size = inspect(str(folder))[2].vocab_size
-    asked = {name: (prompt, greedy(12, logprobs=2)) for name, prompt in prompts(6, vocab_size).items()}
-    return folder, asked, run(load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25)), asked)
+    asked = {
+        name: (prompt, greedy(12, logprobs=2)) for name, prompt in prompts(6, vocab_size).items()
+    }
+    return (
+        folder,
+        asked,
+        run(load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25)), asked),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -84,9 +98,15 @@ def test_every_layout(model, layout):
     folder, asked, expected = model
     options = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout])
     kind = folder.name[:-1]
-    refused = {"2d": kind in ("moe", "state"), "ph": kind in ("moe", "state"), "ep": kind != "moe"}.get(layout[:2], False)
+    refused = {
+        "2d": kind in ("moe", "state"),
+        "ph": kind in ("moe", "state"),
+        "ep": kind != "moe",
+    }.get(layout[:2], False)
     if refused:
-        with pytest.raises(ConfigError, match=r"cannot be combined with (experts|states)|the model has no experts"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be combined with (experts|states)|the model has no experts"
+        ):
             load_core(options)
         return
     core = load_core(options)
@@ -103,21 +123,29 @@ def test_every_layout(model, layout):
 
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel": 2}], ids=["dp2", "dp2 tp2"])
 def test_replicas(model, ranks):
-    """Behind one client: whichever takes a request, alone or among others, it has the tokens of one process."""
+    """Behind one client: whichever takes a request, alone or among others, it has the tokens of one
+    process."""
     folder, asked, expected = model
-    given = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, data_parallel=2, **ranks)
+    given = EngineOptions(
+        model=str(folder), threads=1, kv_memory_bytes=2**25, data_parallel=2, **ranks
+    )
 
     async def main():
         client = Replicas(given.num_engines, lambda events: None)
         await client.start(given)
         try:
-            turns = [(f"{turn}-{name}", *request) for turn in range(2) for name, request in asked.items()]
+            turns = [
+                (f"{turn}-{name}", *request) for turn in range(2) for name, request in asked.items()
+            ]
             return await asyncio.gather(*(answered(client, *turn) for turn in turns))
         finally:
             await client.close()
 
     answers = asyncio.run(main())
-    first, second = (dict(zip(asked, made, strict=True)) for made in (answers[: len(asked)], answers[len(asked) :]))
+    first, second = (
+        dict(zip(asked, made, strict=True))
+        for made in (answers[: len(asked)], answers[len(asked) :])
+    )
     assert first == second
     assert excused(first, expected) <= (1 if ranks else 0)
 
@@ -136,19 +164,29 @@ async def answered(client, name, prompt, params=ALL):
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_roles_whose_engines_have_several_ranks(tmp_path, layout):
-    """Every rank of the prefill engine hands its parts of pages to the same rank of the decode engine. What comes late on a busy
-    machine is computed again, so several rounds may be needed until pages were fetched."""
+    """Every rank of the prefill engine hands its parts of pages to the same rank of the decode
+    engine. What comes late on a busy machine is computed again, so several rounds may be needed
+    until pages were fetched."""
     dense(tmp_path)
     given = EngineOptions(model=str(tmp_path), threads=1, **LAYOUTS[layout])
     happened = []
 
     def num_loaded():
-        loads = [event for event in happened if isinstance(event, PagesMoved) and event.tier == "peer" and event.is_load]
+        loads = [
+            event
+            for event in happened
+            if isinstance(event, PagesMoved) and event.tier == "peer" and event.is_load
+        ]
         return sum(event.num_pages for event in loads)
 
     async def answers(client, number):
-        asked = {f"{number}.{k}": [2 + (7 + k + 4 * number) * i % 89 for i in range(70 + 9 * k)] for k in range(4)}
-        return await asyncio.gather(*(answered(client, name, prompt) for name, prompt in asked.items()))
+        asked = {
+            f"{number}.{k}": [2 + (7 + k + 4 * number) * i % 89 for i in range(70 + 9 * k)]
+            for k in range(4)
+        }
+        return await asyncio.gather(
+            *(answered(client, name, prompt) for name, prompt in asked.items())
+        )
 
     async def whole():
         options = replace(given, prefill_engines=1, decode_engines=1)
@@ -177,14 +215,22 @@ def test_ranks_exchange_their_parts_of_pages_between_hosts(tmp_path):
 
     async def whole(port):
         first, second = EngineClient(), EngineClient(on_events=happened.extend)
-        how = {"model": str(tmp_path), "threads": 1, "tensor_parallel": 2, "kv_key_file": str(tmp_path / "key")}
+        how = {
+            "model": str(tmp_path),
+            "threads": 1,
+            "tensor_parallel": 2,
+            "kv_key_file": str(tmp_path / "key"),
+        }
         try:
             await first.start(EngineOptions(**how, kv_export=f"tcp:127.0.0.1:{port}:4M"))
             expected = await answered(first, "one", prompt)
             await second.start(EngineOptions(**how, kv_import=f"tcp:127.0.0.1:{port}"))
             async with asyncio.timeout(LONG_S):
                 for number in count():
-                    assert await answered(second, f"two {number}", [*prompt, *range(2, 3 + number)]) is not None
+                    assert (
+                        await answered(second, f"two {number}", [*prompt, *range(2, 3 + number)])
+                        is not None
+                    )
                     if sum(event.num_peer for event in happened if isinstance(event, Admitted)):
                         break
             assert await answered(second, "the same", prompt) == expected

@@ -1,5 +1,5 @@
-"""The default model in float32, cut over real processes, against Transformers: 9 query and 3 KV heads, which neither two nor four
-ranks share evenly."""
+"""The default model in float32, cut over real processes, against Transformers: 9 query and 3 KV
+heads, which neither two nor four ranks share evenly."""
 
 import pytest
 
@@ -10,7 +10,11 @@ from tidemill.engine.load import load_core
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {"tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4}, "pp2": {"pipeline_parallel": 2}}
+LAYOUTS = {
+    "tp2": {"tensor_parallel": 2},
+    "tp4": {"tensor_parallel": 4},
+    "pp2": {"pipeline_parallel": 2},
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

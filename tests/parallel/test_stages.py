@@ -1,4 +1,5 @@
-"""Which layers the stages of a pipeline have: computed, measured, given; and that engines with other stages share no KV pages."""
+"""Which layers the stages of a pipeline have: computed, measured, given; and that engines with
+other stages share no KV pages."""
 
 import os
 
@@ -12,7 +13,14 @@ from tests.parallel.test_workers import as_threads, core_of, requests  # noqa: F
 from tidemill.capabilities import asked, check
 from tidemill.cli.main import app
 from tidemill.config import EngineOptions, settled
-from tidemill.distributed.stages import FORMAT, LayerTimes, MeasuredWith, Times, decide_stages, stage_ms
+from tidemill.distributed.stages import (
+    FORMAT,
+    LayerTimes,
+    MeasuredWith,
+    Times,
+    decide_stages,
+    stage_ms,
+)
 from tidemill.engine.load import inspect
 from tidemill.engine.parts.tiers import PageMoves
 from tidemill.errors import ConfigError, TidemillError
@@ -43,7 +51,9 @@ def write(path, folder, layers, head=0.0, embedding=0.0, **other):
     with_what = MeasuredWith.of(options_of(folder), inspect(str(folder))[2], detect())
     with_what = msgspec.structs.replace(with_what, **other)
     parts = [Times(seconds, 0.0) for seconds in (embedding, *layers, head)]
-    LayerTimes(FORMAT, __version__, "", with_what, 512, 64, parts[0], tuple(parts[1:-1]), parts[-1]).save(path)
+    LayerTimes(
+        FORMAT, __version__, "", with_what, 512, 64, parts[0], tuple(parts[1:-1]), parts[-1]
+    ).save(path)
     return str(path)
 
 
@@ -73,7 +83,8 @@ def test_measured_times_move_the_cut(folder, tmp_path):
 
 
 def test_decode_counts_as_well(folder, tmp_path):
-    """By a prompt and its output: here the first layer is slow to decode, and the last slow to prefill."""
+    """By a prompt and its output: here the first layer is slow to decode, and the last slow to
+    prefill."""
     times = LayerTimes.load(tmp_path.joinpath(write(tmp_path / "layers.json", folder, [1] * 6)))
     slow = [Times(1.0, 2.0), *[Times(1.0, 0.0)] * 4, Times(3.0, 0.0)]
     times = msgspec.structs.replace(times, layers=tuple(slow))
@@ -114,7 +125,9 @@ def test_numbers_that_cannot_be(folder, given):
 
 
 def test_one_stage_is_not_divided():
-    with pytest.raises(ConfigError, match="--pipeline-layers needs --pipeline-parallel: there is one stage"):
+    with pytest.raises(
+        ConfigError, match="--pipeline-layers needs --pipeline-parallel: there is one stage"
+    ):
         check(asked(EngineOptions(pipeline_parallel=1, pipeline_layers="6")))
 
 
@@ -128,13 +141,21 @@ def test_the_tokens_of_one_process_with_any_division(folder, expected, as_thread
         assert told.reason.startswith(by)
         assert core.runner.team.world.stage_ends == (1, 6)
         assert run(core, requests()) == expected
-        assert settled(options_of(folder, pipeline_layers=given), core.config).pipeline_layers == "1,5"  # of the next start
+        # of the next start
+        assert (
+            settled(options_of(folder, pipeline_layers=given), core.config).pipeline_layers == "1,5"
+        )
     finally:
         core.close()
 
 
 def test_pages_on_disk_are_of_one_division(folder, as_threads, tmp_path):  # noqa: F811
-    options = {"pipeline_parallel": 2, "page_size": 8, "kv_host_memory_bytes": 2**20, "kv_disk": f"{tmp_path}:{2**24}"}
+    options = {
+        "pipeline_parallel": 2,
+        "page_size": 8,
+        "kv_host_memory_bytes": 2**20,
+        "kv_disk": f"{tmp_path}:{2**24}",
+    }
     answers, found = [], []
     for layers in ("2,4", "2,4", "4,2"):
         core = core_of(folder, pipeline_layers=layers, **options)
@@ -160,7 +181,10 @@ def test_engines_with_other_divisions_exchange_no_pages(folder, as_threads):  # 
 
 def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads):  # noqa: F811
     """Without a disk: what other engines hold has no place that is one of host memory."""
-    options, name = {"pipeline_parallel": 2, "page_size": 8, "speculate": "off"}, f"stages-{os.getpid()}"
+    options, name = (
+        {"pipeline_parallel": 2, "page_size": 8, "speculate": "off"},
+        f"stages-{os.getpid()}",
+    )
     first = core_of(folder, kv_export=f"shm:{name}:1MiB", **options)
     second = core_of(folder, kv_import=f"shm:{name}", kv_host_memory_bytes=2**20, **options)
     try:
@@ -179,16 +203,24 @@ def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads)
 
 
 def test_the_command_measures_what_a_start_uses(folder, as_threads, tmp_path):  # noqa: F811
-    file, engine = tmp_path / "layers.json", ["--threads", "1", "--pipeline-parallel", "2", "--kv-memory", "16MiB"]
+    file, engine = (
+        tmp_path / "layers.json",
+        ["--threads", "1", "--pipeline-parallel", "2", "--kv-memory", "16MiB"],
+    )
     result = CliRunner().invoke(app, ["measure-layers", str(folder), "-o", str(file), *engine])
     assert result.exit_code == 0, result.output
     times = LayerTimes.load(file)
     assert len(times.layers) == 6
     assert len({*times.layers}) == 1  # they are of one kind
-    assert all(min(one.prefill_s, one.decode_s) > 0 for one in (times.embedding, times.layers[0], times.head))
+    assert all(
+        min(one.prefill_s, one.decode_s) > 0
+        for one in (times.embedding, times.layers[0], times.head)
+    )
     layers, why = division(folder, pipeline_layers=str(file))
     assert sum(layers) == 6
     assert why.startswith(f"measured ({file})")
-    result = CliRunner().invoke(app, ["measure-layers", str(folder), "-o", str(file), "--threads", "1"])
+    result = CliRunner().invoke(
+        app, ["measure-layers", str(folder), "-o", str(file), "--threads", "1"]
+    )
     assert isinstance(result.exception, ConfigError)
     assert "stages of a pipeline" in str(result.exception)

@@ -1,4 +1,5 @@
-"""Ranks that share layers in other ways than by heads and columns: weights gathered on use, and a grid."""
+"""Ranks that share layers in other ways than by heads and columns: weights gathered on use, and a
+grid."""
 
 import pytest
 
@@ -14,7 +15,12 @@ from tidemill.kernels import native
 from tidemill.layers.gathered import GatheredStreaming
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason="the layouts need the compiled kernels")
-SIZES = {"num_hidden_layers": 6, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {
+    "num_hidden_layers": 6,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,9 @@ def folder(tmp_path_factory):
 
 
 def core_of(folder, **options):
-    return load_core(EngineOptions(model=str(folder), threads=1, **{"kv_memory_bytes": 2**24} | options))
+    return load_core(
+        EngineOptions(model=str(folder), threads=1, **{"kv_memory_bytes": 2**24} | options)
+    )
 
 
 def requests():
@@ -54,7 +62,8 @@ def held_and_layer(core):
 @pytest.mark.usefixtures("as_threads")
 @pytest.mark.parametrize("size", [2, 3])
 def test_gathered_weights_give_the_bits_of_one_process(folder, expected, size):
-    """Also on a rank that has no row of a step, and with heads that three ranks do not share evenly."""
+    """Also on a rank that has no row of a step, and with heads that three ranks do not share
+    evenly."""
     core = core_of(folder, tensor_parallel=size, tensor_layout="gathered")
     try:
         assert run(core, requests()) == expected
@@ -103,7 +112,14 @@ def test_pages_on_disk_are_there_after_a_restart(folder, tmp_path, layout):
 def test_groups_of_a_grid():
     world = World(6, (4,), "2d", 2)
     parts = [world.part(rank) for rank in range(6)]
-    assert [(part.shard.rank, part.hidden.rank) for part in parts] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(part.shard.rank, part.hidden.rank) for part in parts] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
     assert [part.tables.rank for part in parts] == list(range(6))
     own = [(shard.axis, shard.rank, ranks) for shard, ranks in world.axes(3) if 3 in ranks]
     assert own == [("", 3, [0, 1, 2, 3, 4, 5]), ("row 1", 1, [2, 3]), ("column 1", 1, [1, 3, 5])]
@@ -115,7 +131,10 @@ def test_groups_of_a_grid():
         ({"tensor_layout": "3d"}, "tensor_layout '3d' is not known"),
         ({"tensor_layout": "gathered"}, "needs --tensor-parallel"),
         ({"tensor_layout": "2d", "tensor_parallel": 3}, "a number of ranks that makes no grid"),
-        ({"tensor_layout": "gathered", "tensor_parallel": 2, "pipeline_parallel": 2}, "--pipeline-parallel"),
+        (
+            {"tensor_layout": "gathered", "tensor_parallel": 2, "pipeline_parallel": 2},
+            "--pipeline-parallel",
+        ),
         ({"tensor_layout": "2d", "tensor_parallel": 4, "max_loras": 1}, "--lora"),
         ({"kv_export": "nixl:127.0.0.1:7000", "tensor_parallel": 2}, "by nixl"),
     ],

@@ -22,7 +22,13 @@ from tidemill.runner import make_cpu
 from tidemill.runner.rank import world_of
 from tidemill.weights.checkpoint import open_checkpoint
 
-ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 131, "attention_bias": True}
+ODD = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 131,
+    "attention_bias": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +41,9 @@ def load_rank(path, shard: Shard, dtype: str = "float32", expert_parallel: bool 
     checkpoint = open_checkpoint(path)
     cls = model_class(checkpoint)
     return cls.load(
-        checkpoint, cls.read_config(checkpoint), WeightPlan(SCHEMES[dtype], shard=shard, expert_parallel=expert_parallel)
+        checkpoint,
+        cls.read_config(checkpoint),
+        WeightPlan(SCHEMES[dtype], shard=shard, expert_parallel=expert_parallel),
     )
 
 
@@ -45,11 +53,20 @@ def make_rank(model, **options):
 
 
 def ask(num: int, num_tokens: int, vocab_size: int):
-    return {name: (prompt, greedy(num_tokens, logprobs=2)) for name, prompt in prompts(num, vocab_size).items()}
+    return {
+        name: (prompt, greedy(num_tokens, logprobs=2))
+        for name, prompt in prompts(num, vocab_size).items()
+    }
 
 
 def check(
-    path, size: int, num_prompts: int = 2, num_tokens: int = 6, dtype: str = "float32", expert_parallel: bool = False, **options
+    path,
+    size: int,
+    num_prompts: int = 2,
+    num_tokens: int = 6,
+    dtype: str = "float32",
+    expert_parallel: bool = False,
+    **options,
 ):
     """Tokens of `size` ranks and of one process."""
     whole = load_model(path, dtype)
@@ -87,7 +104,8 @@ def held(model) -> int:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_three_kv_heads_on_two_ranks(tied, tmp_path):
-    """And a vocabulary that two does not divide, and biases, of which one is added to a sum of ranks."""
+    """And a vocabulary that two does not divide, and biases, of which one is added to a sum of
+    ranks."""
     make_llama(tmp_path, **ODD, tie_word_embeddings=tied)
     _, (first, second) = check(tmp_path, 2)
     assert (first.config.num_kv_heads, second.config.num_kv_heads) == (1, 2)
@@ -97,7 +115,12 @@ def test_three_kv_heads_on_two_ranks(tied, tmp_path):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_rank_reads_and_holds_its_share(quantized, tmp_path):
     """Sizes in the proportions of real models; 3 KV heads, so that heads are not shared out evenly."""
-    sizes = ODD | {"hidden_size": 192, "intermediate_size": 1536, "vocab_size": 2048, "num_hidden_layers": 1}
+    sizes = ODD | {
+        "hidden_size": 192,
+        "intermediate_size": 1536,
+        "vocab_size": 2048,
+        "num_hidden_layers": 1,
+    }
     reference = make_llama(None if quantized else tmp_path, **sizes)
     path = tmp_path
     if quantized:
@@ -112,17 +135,28 @@ def test_a_rank_reads_and_holds_its_share(quantized, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_stage_reads_and_holds_its_share(tied, tmp_path):
-    """Both ends of a pipeline have a table that is embedding and head: then an even share is half of the weights and of it."""
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 768, "num_hidden_layers": 8}
+    """Both ends of a pipeline have a table that is embedding and head: then an even share is half
+    of the weights and of it."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "vocab_size": 768,
+        "num_hidden_layers": 8,
+    }
     make_llama(tmp_path, **sizes, tie_word_embeddings=tied)
     whole, table = load_model(tmp_path), 4 * 768 * 128
     options = EngineOptions(model=str(tmp_path), pipeline_parallel=2)
     world = world_of(options, whole.whole, decide_stages(options, whole.whole, detect())[0])
     checkpoint = open_checkpoint(tmp_path)
     models = [
-        type(whole).load(checkpoint, whole.whole, WeightPlan(SCHEMES["float32"]), stage=world.stage(rank)) for rank in range(2)
+        type(whole).load(
+            checkpoint, whole.whole, WeightPlan(SCHEMES["float32"]), stage=world.stage(rank)
+        )
+        for rank in range(2)
     ]
-    assert sum(model.num_bytes_read for model in models) == whole.num_bytes_read + (table if tied else 0)
+    assert sum(model.num_bytes_read for model in models) == whole.num_bytes_read + (
+        table if tied else 0
+    )
     for measure in (lambda model: model.num_bytes_read, held):
         assert max(map(measure, models)) <= 1.05 * (measure(whole) + (table if tied else 0)) / 2
 
@@ -141,8 +175,13 @@ def test_tokens_do_not_depend_on_the_company(tmp_path):
     def work(shard):
         model = load_rank(tmp_path, shard, expert_parallel=True)
         requests = ask(4, 4, model.config.vocab_size)
-        together, chunked = (run(make_rank(model, **more), requests) for more in ({}, {"token_budget": 7, "max_requests": 2}))
-        alone = {name: run(make_rank(model), {name: request})[name] for name, request in requests.items()}
+        together, chunked = (
+            run(make_rank(model, **more), requests)
+            for more in ({}, {"token_budget": 7, "max_requests": 2})
+        )
+        alone = {
+            name: run(make_rank(model), {name: request})[name] for name, request in requests.items()
+        }
         assert together == alone
         assert together == chunked
         return together
@@ -158,7 +197,10 @@ def test_adapters(tmp_path):
 
     make_llama(tmp_path, **ODD, num_hidden_layers=1)
     torch.manual_seed(1)
-    names = [f"model.layers.0.{name}" for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")]
+    names = [
+        f"model.layers.0.{name}"
+        for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    ]
     x_TH = torch.randn(3, ODD["hidden_size"])
 
     @torch.inference_mode()
@@ -173,9 +215,14 @@ def test_adapters(tmp_path):
 
     whole = load_model(tmp_path)
     shapes = Loras(load_model(tmp_path).lora_places(), 1, 8).shapes
-    pairs = {name: LoraPair(torch.randn(4, shapes[name][1]), torch.randn(shapes[name][0], 4), 0.01) for name in names}
+    pairs = {
+        name: LoraPair(torch.randn(4, shapes[name][1]), torch.randn(shapes[name][0], 4), 0.01)
+        for name in names
+    }
     qkv, fed, _ = outputs(whole, pairs)
-    (own, fed_0, shapes_0), (_, fed_1, _) = run_ranks(2, lambda shard: outputs(load_rank(tmp_path, shard), pairs))
+    (own, fed_0, shapes_0), (_, fed_1, _) = run_ranks(
+        2, lambda shard: outputs(load_rank(tmp_path, shard), pairs)
+    )
     assert shapes_0 == shapes
     assert torch.equal(fed_0, fed_1)
     assert (fed_0 - fed).abs().max() < 1e-4
@@ -191,7 +238,9 @@ def test_random_weights(tmp_path):
     cls = model_class(checkpoint)
 
     def work(shard):
-        model = cls.load(checkpoint, cls.read_config(checkpoint), WeightPlan(shard=shard), random=True)
+        model = cls.load(
+            checkpoint, cls.read_config(checkpoint), WeightPlan(shard=shard), random=True
+        )
         return run(make_rank(model), ask(2, 4, model.config.vocab_size))
 
     first, second = run_ranks(2, work)
@@ -244,21 +293,28 @@ def test_every_family(kind, name, size, tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_quantized(kind, size, tmp_path):
     sizes = ODD | {"intermediate_size": 512, "hidden_size": 192}
-    path = write_gguf(tmp_path / "m.gguf", make_llama(None, **sizes), quantize=gguf.GGMLQuantizationType[kind])
+    path = write_gguf(
+        tmp_path / "m.gguf", make_llama(None, **sizes), quantize=gguf.GGMLQuantizationType[kind]
+    )
     check(path, size, num_prompts=4, num_tokens=16)
 
 
 @pytest.mark.skipif(native.lib is None, reason="quantized weights need the compiled kernels")
 def test_quantized_matrices_keep_their_codes(tmp_path):
-    """Activations are rounded in groups that no cut goes through: the sums of one process, but for their order."""
-    reference = make_llama(None, **ODD | {"intermediate_size": 512, "hidden_size": 192, "num_hidden_layers": 1})
+    """Activations are rounded in groups that no cut goes through: the sums of one process, but for
+    their order."""
+    reference = make_llama(
+        None, **ODD | {"intermediate_size": 512, "hidden_size": 192, "num_hidden_layers": 1}
+    )
     path = write_gguf(tmp_path / "m.gguf", reference, quantize=gguf.GGMLQuantizationType.Q4_1)
     x_TH = torch.randn(3, 192)
 
     @torch.inference_mode()
     def fed(model):
         block = model.blocks[0]
-        assert {type(linear.weight) for linear in (block.mlp.down, block.attn.out)} == {QuantizedPanels}
+        assert {type(linear.weight) for linear in (block.mlp.down, block.attn.out)} == {
+            QuantizedPanels
+        }
         return block.mlp(x_TH)
 
     expected = fed(load_model(path, "quantized"))

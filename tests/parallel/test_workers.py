@@ -1,6 +1,8 @@
-"""Groups of ranks behind one engine: the tokens of one process, starts that fail as a whole, ends that leave nothing behind.
+"""Groups of ranks behind one engine: the tokens of one process, starts that fail as a whole, ends
+that leave nothing behind.
 
-Most workers here are threads, to save the start of processes: they run a worker's code over the same sockets.
+Most workers here are threads, to save the start of processes: they run a worker's code over the
+same sockets.
 """
 
 import asyncio
@@ -53,9 +55,12 @@ def as_threads(monkeypatch):
 
 
 def start_threads(monkeypatch):
-    """A recording belongs to the process, and a replay holds its kernels: ranks that are threads compute op by op."""
+    """A recording belongs to the process, and a replay holds its kernels: ranks that are threads
+    compute op by op."""
     monkeypatch.setattr(make_cpu, "record_forward", lambda *given: None)
-    monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=work, args=(team, rank)).start())
+    monkeypatch.setattr(
+        Team, "_spawn", lambda team, rank: threading.Thread(target=work, args=(team, rank)).start()
+    )
 
 
 def work(team, rank):
@@ -71,7 +76,10 @@ def requests():
     sampled = SamplingParams(max_tokens=10, temperature=0.8, seed=3, repetition_penalty=1.1)
     prompts = {f"{i}": [(7 * i + 3 * j) % 250 + 2 for j in range(3 + 41 * i)] for i in range(5)}
     kinds = [greedy(10, logprobs=2), sampled, greedy(10, prompt_logprobs=1), greedy(10), sampled]
-    return {name: (prompt, params) for (name, prompt), params in zip(prompts.items(), kinds, strict=True)}
+    return {
+        name: (prompt, params)
+        for (name, prompt), params in zip(prompts.items(), kinds, strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +136,13 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
 
 def with_host_memory(folder, layout, pages=16, slots=200):
     """A pool so small that each of the prompts evicts those before it."""
-    page_bytes = core_of(folder, max_context=256).config.page_bytes // layout.get("tensor_parallel", 1)
+    page_bytes = core_of(folder, max_context=256).config.page_bytes // layout.get(
+        "tensor_parallel", 1
+    )
     sizes = {"kv_memory_bytes": pages * page_bytes, "kv_host_memory_bytes": slots * page_bytes}
-    return load_core(EngineOptions(model=str(folder), threads=1, max_context=256, **sizes, **layout))
+    return load_core(
+        EngineOptions(model=str(folder), threads=1, max_context=256, **sizes, **layout)
+    )
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
@@ -143,12 +155,15 @@ def test_every_rank_moves_its_part_of_a_page(folder, as_threads, layout):
         assert all(one.num_host >= 96 for one in list(started.values())[:-1])
         moved = [one for one in happened if isinstance(one, events.PagesMoved) and one.is_load]
         own = core.runner.own.mover._pages.shape[1]
-        assert sum(one.num_bytes for one in moved) == 2 * own * sum(one.num_pages for one in moved) > 0
+        assert (
+            sum(one.num_bytes for one in moved) == 2 * own * sum(one.num_pages for one in moved) > 0
+        )
         assert not core.runner.mover._under_way
     finally:
         core.close()
     assert {name: answer.tokens for name, answer in first.items()} == {
-        name: answer.tokens for name, answer in run(core_of(folder, max_context=256), PROMPTS).items()
+        name: answer.tokens
+        for name, answer in run(core_of(folder, max_context=256), PROMPTS).items()
     }
 
 
@@ -177,7 +192,9 @@ def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, 
         first = one_by_one(core)[0]
         again, _, happened = one_by_one(core)
         assert again == first
-        assert any(isinstance(one, events.MovesFailed) and "broken" in one.reason for one in happened)
+        assert any(
+            isinstance(one, events.MovesFailed) and "broken" in one.reason for one in happened
+        )
     finally:
         core.close()
 
@@ -188,7 +205,8 @@ def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
     try:
         assert core.runner.cache.shape[1] == 2  # of 4 layers
         assert core.runner.cache[0].nbytes == core.config.page_bytes == one.config.page_bytes // 2
-        assert core.config.kv_bytes <= 2**21 < core.config.kv_bytes + core.config.page_bytes  # of each rank
+        # of each rank
+        assert core.config.kv_bytes <= 2**21 < core.config.kv_bytes + core.config.page_bytes
         assert run(core, requests()) == expected
     finally:
         core.close()
@@ -198,9 +216,16 @@ def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
     prompt = [(7 * i * i) % 250 + 2 for i in range(90)]
-    kinds = {"window": {"recent": 40}, "streaming": {"sinks": 3, "recent": 40}, "h2o": {"budget": 48}}
+    kinds = {
+        "window": {"recent": 40},
+        "streaming": {"sinks": 3, "recent": 40},
+        "h2o": {"budget": 48},
+    }
     kinds |= {"snapkv": {"budget": 40, "observed": 8}, "quest": {"budget": 0.4, "dense_layers": 1}}
-    asked = {kind: (prompt, greedy(20, ignore_eos=True, kv_policy={"kind": kind} | more)) for kind, more in kinds.items()}
+    asked = {
+        kind: (prompt, greedy(20, ignore_eos=True, kv_policy={"kind": kind} | more))
+        for kind, more in kinds.items()
+    }
     asked |= {"full": (prompt, greedy(20, ignore_eos=True))}
     expected = run(core_of(folder), asked)
     core = core_of(folder, **layout)
@@ -208,13 +233,19 @@ def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, l
         answers = run(core, asked)
     finally:
         core.close()
-    assert {name: answer.tokens for name, answer in answers.items()} == {name: answer.tokens for name, answer in expected.items()}
-    assert len({tuple(answer.tokens) for answer in answers.values()}) > 3  # they do give up something
+    assert {name: answer.tokens for name, answer in answers.items()} == {
+        name: answer.tokens for name, answer in expected.items()
+    }
+    # they do give up something
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 3
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-def test_a_token_that_is_drawn_after_the_end_of_a_structured_output(tiny_folder, as_threads, layout):
-    """Drafts were right up to the end. The ranks have drawn one more, and the others know of it as well."""
+def test_a_token_that_is_drawn_after_the_end_of_a_structured_output(
+    tiny_folder, as_threads, layout
+):
+    """Drafts were right up to the end. The ranks have drawn one more, and the others know of it as
+    well."""
     grammar = SamplingParams(max_tokens=20, seed=1, grammar=Grammar("choice", '["tide mill"]'))
     asked = {"grammar": ([3, 4, 5], grammar), "after it": ([3, 4], greedy(12))}
     core = core_of(tiny_folder, speculate="forced", adaptive_drafts=False, **layout)
@@ -259,7 +290,11 @@ class Guest:
 
 
 def guests(monkeypatch, hello, then=lambda guest: None):
-    monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=lambda: then(Guest(team, hello))).start())
+    monkeypatch.setattr(
+        Team,
+        "_spawn",
+        lambda team, rank: threading.Thread(target=lambda: then(Guest(team, hello))).start(),
+    )
 
 
 HELLO = Hello(__version__, own_kernels(), "nowhere", 1)
@@ -268,7 +303,10 @@ HELLO = Hello(__version__, own_kernels(), "nowhere", 1)
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (msgspec.structs.replace(HELLO, version="0.0.1"), f"another version than rank 0: 0.0.1 instead of {__version__}"),
+        (
+            msgspec.structs.replace(HELLO, version="0.0.1"),
+            f"another version than rank 0: 0.0.1 instead of {__version__}",
+        ),
         (msgspec.structs.replace(HELLO, kernels="other"), "another kernels than rank 0: other"),
     ],
 )
@@ -297,15 +335,26 @@ def test_a_worker_that_dies_before_it_comes(folder, monkeypatch):
 def test_workers_of_other_hosts_that_do_not_come(folder, monkeypatch, tmp_path):
     (tmp_path / "key").write_text("0123456789abcdef")
     monkeypatch.setattr(team_module, "COME_S", 0.0)
-    remote = {"remote_workers": 1, "workers_address": "127.0.0.1:0", "workers_key_file": str(tmp_path / "key")}
-    with pytest.raises(ConfigError, match=r"did not come to 127.0.0.1:\d+ in 0 s. Start on each: tidemill worker --join"):
+    remote = {
+        "remote_workers": 1,
+        "workers_address": "127.0.0.1:0",
+        "workers_key_file": str(tmp_path / "key"),
+    }
+    with pytest.raises(
+        ConfigError,
+        match=r"did not come to 127.0.0.1:\d+ in 0 s. Start on each: tidemill worker --join",
+    ):
         core_of(folder, tensor_parallel=2, **remote)
 
 
 def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
     make_llama(tmp_path, seed=1, num_hidden_layers=4, tie_word_embeddings=False)
     told = Worker._prepare
-    monkeypatch.setattr(Worker, "_prepare", lambda self, join: setattr(self, "_model", str(tmp_path)) or told(self, join))
+    monkeypatch.setattr(
+        Worker,
+        "_prepare",
+        lambda self, join: setattr(self, "_model", str(tmp_path)) or told(self, join),
+    )
     with pytest.raises(ConfigError, match="Worker 1 has another model than rank 0"):
         core_of(folder, pipeline_parallel=2)
 
@@ -321,7 +370,10 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
         ({"remote_workers": 1}, "At least rank 0 is on this host"),
         ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
         ({"tensor_parallel": 4, "kv_policy": "streaming"}, "there are more ranks than KV heads"),
-        ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
+        (
+            {"pipeline_parallel": 2, "speculate": "eagle"},
+            "cannot be combined with --speculate eagle",
+        ),
     ],
 )
 def test_what_cannot_be(folder, options, words):
@@ -362,7 +414,9 @@ def test_micro_batches_keep_the_order_and_all_tokens():
         own = [each for each in flat if each.row == item.row]
         assert sum(each.count for each in own) == item.count
         assert [each.samples for each in own] == [False] * (len(own) - 1) + [True]
-        assert [each.start for each in own] == [5 + sum(other.count for other in own[:i]) for i in range(len(own))]
+        assert [each.start for each in own] == [
+            5 + sum(other.count for other in own[:i]) for i in range(len(own))
+        ]
     assert [item.row for item in flat] == sorted(item.row for item in flat)
     assert len([item for item in flat if item.row == 4]) == 1
     assert max(sum(item.count for item in part) for part in parts) < 60

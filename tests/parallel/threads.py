@@ -1,4 +1,5 @@
-"""Ranks as threads of this process, of which one runs at a time: it passes the turn on where it waits for the others."""
+"""Ranks as threads of this process, of which one runs at a time: it passes the turn on where it
+waits for the others."""
 
 from __future__ import annotations
 
@@ -73,12 +74,16 @@ class ThreadGroup:
             x_TN += other
         return x_TN
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         parts = self._exchange(x.clone())
         assert sizes is None or [part.shape[dim] for part in parts] == list(sizes)
         return torch.cat(parts, dim)
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         came = [sent[self.rank] for sent in self._exchange([part.clone() for part in parts])]
         assert counts is None or [len(part) for part in came] == list(counts)
         return came

@@ -1,4 +1,5 @@
-"""Clusters of simulated engines: the order of time, placement, prefill and decode engines, models that share devices."""
+"""Clusters of simulated engines: the order of time, placement, prefill and decode engines, models
+that share devices."""
 
 import math
 import random
@@ -42,7 +43,13 @@ def test_engines_run_lazily_get_the_requests_they_would_get_if_all_were_run_to_e
         name = where[job.number] = placement.choose(job.keys, loads).name
         placement.note(name, job.keys)
         engines[name].submit(
-            Arrival(str(job.number), job.at_s, job.num_prompt, job.num_output, prompt_ids=tuple(job.prompt_ids()))
+            Arrival(
+                str(job.number),
+                job.at_s,
+                job.num_prompt,
+                job.num_output,
+                prompt_ids=tuple(job.prompt_ids()),
+            )
         )
     for engine in engines.values():
         engine.run_until(math.inf)
@@ -62,12 +69,15 @@ def test_engines_that_get_nothing_are_not_made():
 
 
 def pair(link=32.0, latency_s=0.0, cost=SECOND):
-    prefill = EngineSpec(CONFIG, cost, PREFILL, kv_token_bytes=1.0, link=link, link_latency_s=latency_s)
+    prefill = EngineSpec(
+        CONFIG, cost, PREFILL, kv_token_bytes=1.0, link=link, link_latency_s=latency_s
+    )
     return [prefill, replace(prefill, role=DECODE)]
 
 
 def test_a_kv_cache_is_sent_while_the_prompt_is_computed():
-    # Two chunks of 64 tokens, a second each. 128 bytes take 4 s from the end of the first: until 5. Then a token each second.
+    # Two chunks of 64 tokens, a second each. 128 bytes take 4 s from the end of the first: until 5.
+    # Then a token each second.
     one = served(pair(latency_s=0.25), [Job(0, 0.0, 128, 4)])[0]
     assert (one.first_s, one.gaps_s, one.num_sent) == (2.0, [4.25, 1.0, 1.0], 128)
     assert one.hidden == 1 - 3.25 / 4.25
@@ -85,7 +95,8 @@ def test_pages_that_the_decode_engine_has_are_not_sent_and_its_prompts_are_not_c
     jobs = [Job(0, 0.0, BLOCK + 100, 2, blocks=(7,)), Job(1, 100.0, BLOCK + 200, 2, blocks=(7,))]
     found = served(pair(link=1e9), jobs)
     assert [found[i].num_sent for i in range(2)] == [608, 704 - BLOCK]
-    assert [round(found[i].gaps_s[0], 3) for i in range(2)] == [1.0, 1.0]  # one step: of 12 chunks of prompt, none
+    # one step: of 12 chunks of prompt, none
+    assert [round(found[i].gaps_s[0], 3) for i in range(2)] == [1.0, 1.0]
 
 
 def test_short_prompts_are_computed_by_a_decode_engine():
@@ -106,7 +117,11 @@ def test_prefill_engines_need_to_be_simulated_once_only():
     specs = [*[pair(cost=COST)[0]] * 2, *[pair(cost=COST)[1]] * 2]
     both = served(specs, jobs)
     alone = served(specs[:2], jobs)
-    again = served(specs, jobs, prefilled={number: Prefilled(one.engine, one.first_s) for number, one in alone.items()})
+    again = served(
+        specs,
+        jobs,
+        prefilled={number: Prefilled(one.engine, one.first_s) for number, one in alone.items()},
+    )
     assert again == both
 
 
@@ -133,7 +148,9 @@ def test_beside_one_that_gets_nothing_an_engine_is_as_fast_as_alone(steps_ahead)
     jobs = random_jobs(40, 4.0)
     alone, beside = (served(specs, jobs) for specs in ([one], [one, replace(one, model="b")]))
     for number, job in alone.items():
-        assert (beside[number].first_s, beside[number].last_s) == pytest.approx((job.first_s, job.last_s))
+        assert (beside[number].first_s, beside[number].last_s) == pytest.approx(
+            (job.first_s, job.last_s)
+        )
 
 
 def test_under_a_mixed_load_prefill_and_decode_engines_halve_the_gaps_between_tokens():
@@ -141,11 +158,15 @@ def test_under_a_mixed_load_prefill_and_decode_engines_halve_the_gaps_between_to
     prompt = [rng.choice((100, 6000)) for _ in range(80)]
     jobs = [
         replace(job, num_prompt=num)
-        for job, num in zip(poisson([("", 8.0)], 80, Lengths(1, 1), Lengths(60, 120)), prompt, strict=True)
+        for job, num in zip(
+            poisson([("", 8.0)], 80, Lengths(1, 1), Lengths(60, 120)), prompt, strict=True
+        )
     ]
     case = Case({"": SHAPES["llama8b"]}, jobs, Slo(1.0, 0.05), HARDWARE["H200"], 2)
     plans = Plan((Pool(2),)), Plan((Pool(1, role=PREFILL), Pool(1, role=DECODE)))
-    colocated, divided = (summarize(case, plan, Cluster(case.specs(plan)).run(jobs)) for plan in plans)
+    colocated, divided = (
+        summarize(case, plan, Cluster(case.specs(plan)).run(jobs)) for plan in plans
+    )
     assert colocated.gap_s[1] >= 2 * divided.gap_s[1]
     assert colocated.num_tokens == divided.num_tokens == sum(job.num_output for job in jobs)
 
@@ -153,6 +174,10 @@ def test_under_a_mixed_load_prefill_and_decode_engines_halve_the_gaps_between_to
 def test_the_pool_of_a_plan_has_its_shape_and_limits():
     case = Case({"": SHAPES["llama70b"]}, [Job(0, 0.0, 100, 10)], Slo(1, 1), HARDWARE["H200"], 8)
     (spec,) = case.specs(Plan((Pool(1, Shape(4), limits=Limits("splitfuse", 1024, 32)),)))
-    assert (spec.config.policy, spec.config.token_budget, spec.config.num_rows) == ("splitfuse", 1024, 32)
+    assert (spec.config.policy, spec.config.token_budget, spec.config.num_rows) == (
+        "splitfuse",
+        1024,
+        32,
+    )
     assert not case.fits(Pool(1, Shape(1)))
     assert case.fits(Pool(1, Shape(2)))

@@ -18,8 +18,12 @@ COST = LinearCost(fixed_s=0.01, per_token_s=0.0003, per_context_token_s=0.00001,
 
 
 RATES = 1e-5, 2e-6, 1.5e-5, 1e-6, 1e-4, 1e-6, 7e-4
-FITTED = FittedCost(Curve([1, 8], [0.01, 0.012]), Curve([2, 64], [0.01, 0.03]), *RATES, longest_prompt_s=1e-5)
-WARM = msgspec.structs.replace(FITTED, heat_decay_s=0.05, decode_rise=0.04, mixed_rise=0.5, shared_unit=16, sharing_s=1e-3)
+FITTED = FittedCost(
+    Curve([1, 8], [0.01, 0.012]), Curve([2, 64], [0.01, 0.03]), *RATES, longest_prompt_s=1e-5
+)
+WARM = msgspec.structs.replace(
+    FITTED, heat_decay_s=0.05, decode_rise=0.04, mixed_rise=0.5, shared_unit=16, sharing_s=1e-3
+)
 COSTS = [COST, FITTED, WARM, WARM]
 
 
@@ -34,13 +38,24 @@ def run(arrivals, config, cost=COST, **options):
 
 def decisions(result):
     """All events but those of single steps."""
-    return [event for event in result.events if not isinstance(event, StepPlanned | StepDone | PagesEvicted)]
+    return [
+        event
+        for event in result.events
+        if not isinstance(event, StepPlanned | StepDone | PagesEvicted)
+    ]
 
 
 def state(engine):
     """What is left of a run: times, sums, and free pages in the order in which they would be taken."""
     free = list(engine.kv.pool.free_pages())
-    return engine.token_times_s, engine.clock.now(), engine.num_steps, engine.tally.num_output, engine.tally.num_aborted, free
+    return (
+        engine.token_times_s,
+        engine.clock.now(),
+        engine.num_steps,
+        engine.tally.num_output,
+        engine.tally.num_aborted,
+        free,
+    )
 
 
 def num_evicted(result):
@@ -68,10 +83,15 @@ def drawn(seed):
         batch_window_s=draw.choice([0.0, 0.2]),
         evict=windows or draw.random() < 0.8,
         steps_ahead=draw.choice([0, 1]),
-        device=draw.choice(["cpu", "cuda"]),  # which fills steps with parts of prompts, while requests are queued
+        # which fills steps with parts of prompts, while requests are queued
+        device=draw.choice(["cpu", "cuda"]),
         groups=(Group(size), Group(size, window=64)) if windows else (),
     )
-    spread, tenants, priorities = draw.choice([0.02, 0.3, 3.0]), draw.choice([1, 1, 3]), draw.choice([1, 1, 2])
+    spread, tenants, priorities = (
+        draw.choice([0.02, 0.3, 3.0]),
+        draw.choice([1, 1, 3]),
+        draw.choice([1, 1, 2]),
+    )
     arrivals, at = [], 0.0
     shared = tuple(draw.randrange(1000) for _ in range(80))
     for i in range(draw.randint(5, 25)):
@@ -79,21 +99,41 @@ def drawn(seed):
         num_prompt, num_output = draw.randint(1, 150), draw.randint(1, 100)
         own = tuple(draw.randrange(1000) for _ in range(num_prompt))
         prompt = (*shared, *own)[:num_prompt] if draw.random() < 0.3 else own
-        prefix_leases = (Hold(f"h{i}", 0, draw.uniform(0.1, 5), draw.random() < 0.3, "test"),) if draw.random() < 0.1 else ()
+        prefix_leases = (
+            (Hold(f"h{i}", 0, draw.uniform(0.1, 5), draw.random() < 0.3, "test"),)
+            if draw.random() < 0.1
+            else ()
+        )
         priority = BACKGROUND if draw.random() < 0.1 else draw.randrange(priorities)
         tenant = f"t{draw.randrange(tenants)}"
         n = draw.choice([1, 1, 1, 1, 1, 3])
         abort_s = at + draw.expovariate(1.0) if draw.random() < 0.15 else None
-        arrivals.append(Arrival(f"r{i}", at, num_prompt, num_output, priority, tenant, prompt, prefix_leases, n, abort_s))
+        arrivals.append(
+            Arrival(
+                f"r{i}",
+                at,
+                num_prompt,
+                num_output,
+                priority,
+                tenant,
+                prompt,
+                prefix_leases,
+                n,
+                abort_s,
+            )
+        )
     return arrivals, config
 
 
-@pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(14), pytest.param(range(14, 300), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 def test_jumps_change_nothing(seeds):
     num_steps = num_made = 0
     for seed in seeds:
         arrivals, config = drawn(seed)
-        how = {"jumps": False}, {"jumps": True}, {"keeps_events": False}  # without events, jumps go further
+        # without events, jumps go further
+        how = {"jumps": False}, {"jumps": True}, {"keeps_events": False}
         engines = [run(arrivals, config, COSTS[seed % 4], **options) for options in how]
         for engine in engines[1:]:
             assert state(engine) == state(engines[0]), seed

@@ -34,7 +34,17 @@ def measured(num=1500, noise=0.01, seed=0):
         seen = draw.randint(100, 4000) if num_prompt else 0
         pairs, new = num_prompt * draw.randint(100, 4000), num_prompt if draw.random() < 0.5 else 0
         shared = num_decoding * 512 if num_decoding > 1 and draw.random() < 0.3 else 0
-        shape = StepShape(num_decoding, num_decoding * context, context, num_prompt, pairs, num_decoding + 1, new, shared, seen)
+        shape = StepShape(
+            num_decoding,
+            num_decoding * context,
+            context,
+            num_prompt,
+            pairs,
+            num_decoding + 1,
+            new,
+            shared,
+            seen,
+        )
         seconds, follows = TRUE.shape_s(shape) * draw.gauss(1, noise), draw.random() < 0.95
         seconds *= 5 if draw.random() < 0.01 else 1
         host_s = (TRUE.host_s + TRUE.starting_s(new)) * draw.gauss(1, 0.1)
@@ -56,7 +66,8 @@ def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
 
 
 def test_beyond_the_last_point_a_curve_rises_as_over_its_last_half():
-    curve = Curve([1, 128, 240, 256], [0.004, 0.005, 0.0084, 0.008])  # of the last two, the larger one takes less
+    # of the last two, the larger one takes less
+    curve = Curve([1, 128, 240, 256], [0.004, 0.005, 0.0084, 0.008])
     assert curve.value(512) == pytest.approx(0.008 + 256 * 0.003 / 128)
     assert [curve.value(num) for num in (1, 256)] == [0.004, 0.008]
     assert curve.value(184) == pytest.approx(0.0067)
@@ -67,7 +78,10 @@ def test_beyond_the_last_point_a_curve_rises_as_over_its_last_half():
 
 def test_a_fit_of_noisy_steps_is_as_long_as_they_are_in_sum():
     """Steps that took long count as much as those that took as much less."""
-    samples = [Sample(one.shape, TRUE.shape_s(one.shape) * (1.0, 1.0, 1.4)[i % 3]) for i, one in enumerate(measured(1500))]
+    samples = [
+        Sample(one.shape, TRUE.shape_s(one.shape) * (1.0, 1.0, 1.4)[i % 3])
+        for i, one in enumerate(measured(1500))
+    ]
     _, errors = fit(samples)
     assert abs(errors.total) < 0.01
 
@@ -79,7 +93,9 @@ def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
     for _ in range(400):
         num = draw.randint(10, 256)
         size = next(size for size in sizes if size >= num)
-        samples.append(Sample(StepShape(0, 0, 0, num, num * 50, 1, 0), level[size] * draw.gauss(1, 0.003)))
+        samples.append(
+            Sample(StepShape(0, 0, 0, num, num * 50, 1, 0), level[size] * draw.gauss(1, 0.003))
+        )
         samples.append(Sample(StepShape(4, 400, 100, 0, 0, 4, 0), 0.005))
     cost, _ = fit(samples, mixed_sizes=sizes)
     assert cost.shape_s(StepShape(0, 0, 0, 150, 150 * 50, 1, 0)) == pytest.approx(0.015, rel=0.05)
@@ -87,14 +103,27 @@ def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
 
 
 def test_every_small_size_has_a_point_of_its_own():
-    """A CPU computes rows in tiles, so three sequences may take as long as two, and a prompt of five tokens as one of eight."""
+    """A CPU computes rows in tiles, so three sequences may take as long as two, and a prompt of
+    five tokens as one of eight."""
     took = {1: 0.026, 2: 0.044, 3: 0.044, 4: 0.053, 5: 0.060, 6: 0.060, 7: 0.060, 8: 0.060}
-    samples = [Sample(StepShape(num, num * 100, 100, 0, 0, num, 0), took[num]) for num in took for _ in range(4)]
-    samples += [Sample(StepShape(0, 0, 0, num, num * num // 2, 1, num), took[num]) for num in took for _ in range(4)]
+    samples = [
+        Sample(StepShape(num, num * 100, 100, 0, 0, num, 0), took[num])
+        for num in took
+        for _ in range(4)
+    ]
+    samples += [
+        Sample(StepShape(0, 0, 0, num, num * num // 2, 1, num), took[num])
+        for num in took
+        for _ in range(4)
+    ]
     cost, _ = fit(samples)
     for num, seconds in took.items():
-        assert cost.shape_s(StepShape(num, num * 100, 100, 0, 0, num, 0)) == pytest.approx(seconds, rel=0.02)
-        assert cost.shape_s(StepShape(0, 0, 0, num, num * num // 2, 1, num)) == pytest.approx(seconds, rel=0.02)
+        assert cost.shape_s(StepShape(num, num * 100, 100, 0, 0, num, 0)) == pytest.approx(
+            seconds, rel=0.02
+        )
+        assert cost.shape_s(StepShape(0, 0, 0, num, num * num // 2, 1, num)) == pytest.approx(
+            seconds, rel=0.02
+        )
 
 
 def test_steps_with_prompts_leave_heat_that_a_fit_finds():
@@ -105,7 +134,9 @@ def test_steps_with_prompts_leave_heat_that_a_fit_finds():
         size = draw.choice(sizes)
         shape = StepShape(4, 400, 100, size - 4 if has_prompt else 0, 0, 4, 0)
         rise = 0.12 if has_prompt else 0.04
-        seconds = (0.004 + 2e-5 * size * has_prompt) * (1 + rise * heat.level(now)) * draw.gauss(1, 0.003)
+        seconds = (
+            (0.004 + 2e-5 * size * has_prompt) * (1 + rise * heat.level(now)) * draw.gauss(1, 0.003)
+        )
         samples.append(Sample(shape, seconds))
         if has_prompt:
             heat.add(now, now + seconds, size)
@@ -128,7 +159,9 @@ def test_a_model_of_states_alone_is_refused_before_it_is_measured(tmp_path):
 
 def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):
     make_llama(tmp_path)
-    core = make_core(load_model(tmp_path), max_context=128, token_budget=32, max_requests=4, speculate="off")
+    core = make_core(
+        load_model(tmp_path), max_context=128, token_budget=32, max_requests=4, speculate="off"
+    )
     ticks = itertools.count()  # a clock that no other work on the machine can disturb
     samples = Calibration(core, seconds=0.3, now=lambda: 1e-4 * next(ticks)).run()
     assert not core.has_work
@@ -144,7 +177,9 @@ def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):
 
 def test_a_calibration_in_parts_measures_what_a_whole_one_does(tmp_path):
     make_llama(tmp_path, max_position_embeddings=512)
-    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+    core = make_core(
+        load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off"
+    )
 
     def kinds(num_parts):
         ticks = itertools.count()
@@ -159,25 +194,32 @@ def test_a_calibration_in_parts_measures_what_a_whole_one_does(tmp_path):
 
 def test_a_cpu_engine_tells_a_common_prefix_from_others(tmp_path):
     make_llama(tmp_path, max_position_embeddings=512)
-    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+    core = make_core(
+        load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off"
+    )
     assert shared_unit(core) == core.config.page_size
     prompt, ticks = list(range(10, 10 + 4 * core.config.page_size)), itertools.count()
     with timed(core) as timer:
         drive(core, timer, [(0, [*prompt, 5], 20), (8, [*prompt, 6], 4)])
     shared = [one.shape for one in timer.samples if one.shape.num_decoding == 2]
-    assert {shape.num_shared for shape in shared} == {len(prompt)}  # of two, the first pays for its own
+    # of two, the first pays for its own
+    assert {shape.num_shared for shape in shared} == {len(prompt)}
     samples = Calibration(core, seconds=1.0, now=lambda: 1e-4 * next(ticks)).run()
     assert profile_of(core, samples, "tiny", "here").first_pays
     assert all(shape.decode_context < 2 * shape.longest for shape in shared)
 
 
 @pytest.mark.parametrize("kind", ["llama", "windows", "Qwen3Next"])
-def test_an_engine_simulated_from_a_profile_has_the_groups_and_decisions_of_the_one_that_was_measured(kind, tmp_path):
+def test_an_engine_simulated_from_a_profile_has_the_groups_and_decisions_of_the_one_that_was_measured(
+    kind, tmp_path
+):
     """Above all, on a GPU it fills no steps with parts of prompts if there are states."""
     if kind == "Qwen3Next":
         make_reference(kind, tmp_path)
     model = load_model(tmp_path) if kind == "Qwen3Next" else model_with_cache(kind, tmp_path)
-    core = make_core(model, max_context=128, token_budget=32, max_requests=4, page_size=32, speculate="off")
+    core = make_core(
+        model, max_context=128, token_budget=32, max_requests=4, page_size=32, speculate="off"
+    )
     made = profile_of(core, measured(), "tiny", "here")
     made.save(tmp_path / "made.json")
     settings = {name: BY_NAME[name].default for name in _OPTIONS}
@@ -185,9 +227,17 @@ def test_an_engine_simulated_from_a_profile_has_the_groups_and_decisions_of_the_
     real = SimConfig.of(core.config, core.runner.steps_ahead)
     assert simulated.engine().layout.groups == real.groups
     assert simulated.engine().step_cost == core.config.step_cost == 0
-    assert replace(simulated, device="cuda").engine().step_cost == (0 if kind == "Qwen3Next" else 256)
-    assert replace(simulated, groups=()) == replace(real, groups=(), background_tokens=1.0, background_budget=None)
-    result = simulate([Arrival(f"r{i}", 0.01 * i, num_prompt=50, num_output=20) for i in range(8)], simulated, made)
+    assert replace(simulated, device="cuda").engine().step_cost == (
+        0 if kind == "Qwen3Next" else 256
+    )
+    assert replace(simulated, groups=()) == replace(
+        real, groups=(), background_tokens=1.0, background_budget=None
+    )
+    result = simulate(
+        [Arrival(f"r{i}", 0.01 * i, num_prompt=50, num_output=20) for i in range(8)],
+        simulated,
+        made,
+    )
     assert all(len(times) == 20 for times in result.token_times_s.values())
     if made.engine.groups:
         with pytest.raises(ConfigError, match="page_size"):

@@ -1,4 +1,5 @@
-"""A recording in a simulation: with its own engine and profile, its prefixes, and what would have kept its SLO."""
+"""A recording in a simulation: with its own engine and profile, its prefixes, and what would have
+kept its SLO."""
 
 import json
 import random
@@ -26,20 +27,34 @@ from tidemill.types.wire import Submit
 
 LADDER = [1, 8, 64, 512]
 COST = FittedCost(
-    Curve(LADDER, [0.01, 0.011, 0.02, 0.09]), Curve(LADDER, [0.01, 0.011, 0.02, 0.09]), 1e-6, 0.0, 1e-6, 0.0, 0.0, 0.0
+    Curve(LADDER, [0.01, 0.011, 0.02, 0.09]),
+    Curve(LADDER, [0.01, 0.011, 0.02, 0.09]),
+    1e-6,
+    0.0,
+    1e-6,
+    0.0,
+    0.0,
+    0.0,
 )
 BEFORE_S, AFTER_S = 0.002, 0.005
 
 
 def start_of(config: SimConfig, model="tiny", **options) -> ModelStart:
-    engine = msgspec.to_builtins(asdict(replace(config.engine(), kv_bytes=config.num_pages * config.page_size * 1024)))
+    engine = msgspec.to_builtins(
+        asdict(replace(config.engine(), kv_bytes=config.num_pages * config.page_size * 1024))
+    )
     return ModelStart(model, "/gone", b"w", b"t", b"v", {"model": model, **options}, engine, "")
 
 
-def put_request(writer, name, prompt, output, begin_s, first_s, end_s, model="tiny", **more) -> None:
+def put_request(
+    writer, name, prompt, output, begin_s, first_s, end_s, model="tiny", **more
+) -> None:
     request = Submit(name, [], SamplingParams(seed=3, max_tokens=len(output)), **more)
     writer.put(Begun(model, begin_s, request, [], len(prompt)), 100, prompt=prompt)
-    writer.put(Ended(model, name, end_s, [Output(bytes_of(output), "length", False, b"")], "", first_s), 100)
+    writer.put(
+        Ended(model, name, end_s, [Output(bytes_of(output), "length", False, b"")], "", first_s),
+        100,
+    )
 
 
 def put_events(writer, happened, model="tiny") -> None:
@@ -70,7 +85,9 @@ def record(folder, arrivals, config, cost=COST, model="tiny", key=None, **option
 
 def load(num=60, gap_s=0.05, num_output=24, seed=0):
     draw = random.Random(seed)
-    prompts = [tuple(draw.randrange(500) for _ in range(draw.randrange(5, 150))) for _ in range(num)]
+    prompts = [
+        tuple(draw.randrange(500) for _ in range(draw.randrange(5, 150))) for _ in range(num)
+    ]
     outputs = [draw.randrange(2, 2 * num_output) for _ in range(num)]
     return [
         Arrival(f"r{i}", 1.0 + gap_s * i, len(prompt), output, prompt_ids=prompt)
@@ -83,15 +100,25 @@ def simulate(*arguments):
 
 
 def test_a_recording_has_its_own_engine_and_costs(tmp_path):
-    config = SimConfig(num_rows=4, token_budget=96, num_pages=200, max_context=512, prefix_caching=False)
+    config = SimConfig(
+        num_rows=4, token_budget=96, num_pages=200, max_context=512, prefix_caching=False
+    )
     record(tmp_path / "day", load(), config)
     figures = json.loads(simulate(tmp_path / "day", "--json").stdout)
     told = figures["engine"]
-    assert (told["num_rows"], told["token_budget"], told["num_pages"], told["prefix_caching"]) == (4, 96, 200, False)
+    assert (told["num_rows"], told["token_budget"], told["num_pages"], told["prefix_caching"]) == (
+        4,
+        96,
+        200,
+        False,
+    )
     recorded = figures["recorded"]
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         for percent in ("p50", "p90"):
-            assert figures[name][percent] == pytest.approx(recorded[name][percent], rel=0.08), (name, percent)
+            assert figures[name][percent] == pytest.approx(recorded[name][percent], rel=0.08), (
+                name,
+                percent,
+            )
     more = json.loads(simulate(tmp_path / "day", "--json", "--max-requests", 8).stdout)
     assert (more["engine"]["num_rows"], more["engine"]["token_budget"]) == (8, 96)
     assert more["ttft_s"]["p90"] < 0.8 * figures["ttft_s"]["p90"]
@@ -108,7 +135,9 @@ def test_the_smallest_change_that_keeps_the_slo_is_found_and_does(tmp_path):
     assert list(found["options"]) == ["max-requests"]
     assert found["attainment_low"] >= 0.9
     assert not any(tried["keeps"] for tried in answer["tried"][:-1])
-    applied = record(tmp_path / "again", arrivals, replace(few, num_rows=found["options"]["max-requests"]))
+    applied = record(
+        tmp_path / "again", arrivals, replace(few, num_rows=found["options"]["max-requests"])
+    )
     ttfts = [applied.token_times_s[each.request_id][0] - each.arrival_s for each in arrivals]
     part = sum(ttft_s + BEFORE_S + AFTER_S <= 1.0 for ttft_s in ttfts) / len(ttfts)
     assert found["attainment_low"] - 0.05 <= part <= found["attainment_high"] + 0.05
@@ -118,7 +147,11 @@ def test_the_smallest_change_that_keeps_the_slo_is_found_and_does(tmp_path):
 
 
 def test_what_no_option_keeps_more_replicas_may(tmp_path):
-    record(tmp_path / "day", load(gap_s=0.02), SimConfig(num_rows=16, token_budget=128, num_pages=400, max_context=512))
+    record(
+        tmp_path / "day",
+        load(gap_s=0.02),
+        SimConfig(num_rows=16, token_budget=128, num_pages=400, max_context=512),
+    )
     asked = [tmp_path / "day", "--what-if", "--slo-ttft-ms", 400, "--slo-tpot-ms", 30, "--json"]
     none = simulate(*asked, "--max-replicas", 1)
     assert none.exit_code == 1
@@ -138,10 +171,21 @@ def test_cached_tokens_are_those_of_the_engine(tmp_path):
     core = make_core(load_tiny(tmp_path), max_requests=4)
     draw, clock = random.Random(1), 0
     writer = RecordingWriter(tmp_path / "day")
-    writer.put(ModelStart("tiny", "/gone", b"", b"", b"", {}, msgspec.to_builtins(asdict(core.config)), ""), 100)
+    writer.put(
+        ModelStart(
+            "tiny", "/gone", b"", b"", b"", {}, msgspec.to_builtins(asdict(core.config)), ""
+        ),
+        100,
+    )
     asked, happened = [], []
     prompt = [draw.randrange(2, 250) for _ in range(37)]
-    texts = [(prompt, ""), (prompt[:20] + [5, 6, 7], ""), (prompt, "other"), (prompt[:33], "other"), (prompt[:15] + [9], "")]
+    texts = [
+        (prompt, ""),
+        (prompt[:20] + [5, 6, 7], ""),
+        (prompt, "other"),
+        (prompt[:33], "other"),
+        (prompt[:15] + [9], ""),
+    ]
     turns: list[int] = []
     for number in range(9):
         ids, salt = texts[number] if number < len(texts) else (turns, "")
@@ -183,7 +227,10 @@ def test_several_models_are_simulated_one_by_one(tmp_path):
     record(tmp_path / "day", load(), config, model="a")
     record(tmp_path / "day", load(num=40, seed=1), replace(config, num_rows=8), model="b")
     both = json.loads(simulate(tmp_path / "day", "--json").stdout)["models"]
-    assert {name: (one["requests"], one["engine"]["num_rows"]) for name, one in both.items()} == {"a": (60, 4), "b": (40, 8)}
+    assert {name: (one["requests"], one["engine"]["num_rows"]) for name, one in both.items()} == {
+        "a": (60, 4),
+        "b": (40, 8),
+    }
     assert json.loads(simulate(tmp_path / "day", "--json", "--model", "b").stdout)["requests"] == 40
     with pytest.raises(ConfigError, match="no request of a model 'c'"):
         simulate(tmp_path / "day", "--model", "c")
@@ -195,8 +242,16 @@ def test_an_engine_that_was_changed_meanwhile_is_asked_for(tmp_path):
     record(tmp_path / "day", load(), replace(config, num_rows=8), max_requests=8)
     with pytest.raises(ConfigError, match="another max_requests"):
         simulate(tmp_path / "day")
-    assert json.loads(simulate(tmp_path / "day", "--server", 1, "--json").stdout)["engine"]["num_rows"] == 4
-    assert json.loads(simulate(tmp_path / "day", "--server", -1, "--json").stdout)["engine"]["num_rows"] == 8
+    assert (
+        json.loads(simulate(tmp_path / "day", "--server", 1, "--json").stdout)["engine"]["num_rows"]
+        == 4
+    )
+    assert (
+        json.loads(simulate(tmp_path / "day", "--server", -1, "--json").stdout)["engine"][
+            "num_rows"
+        ]
+        == 8
+    )
     with pytest.raises(ConfigError, match="2 servers' lives"):
         simulate(tmp_path / "day", "--server", 3)
 
@@ -204,7 +259,12 @@ def test_an_engine_that_was_changed_meanwhile_is_asked_for(tmp_path):
 def test_a_sealed_recording_needs_its_key(tmp_path):
     key = read_key(tmp_path / "own.key", creates=True)
     record(tmp_path / "day", load(), SimConfig(max_context=512), key=key)
-    assert json.loads(simulate(tmp_path / "day", "--key", tmp_path / "own.key", "--json").stdout)["requests"] == 60
+    assert (
+        json.loads(simulate(tmp_path / "day", "--key", tmp_path / "own.key", "--json").stdout)[
+            "requests"
+        ]
+        == 60
+    )
     read_key(tmp_path / "other.key", creates=True)
     with pytest.raises(ConfigError, match="another key"):
         simulate(tmp_path / "day", "--key", tmp_path / "other.key")
@@ -214,7 +274,12 @@ def test_a_recording_that_is_too_short_for_a_profile_is_refused(tmp_path):
     record(tmp_path / "day", load(num=2, num_output=2), SimConfig(max_context=512))
     with pytest.raises(ConfigError, match="too few"):
         simulate(tmp_path / "day")
-    assert json.loads(simulate(tmp_path / "day", "--profile", "h200-llama8b", "--json").stdout)["requests"] == 2
+    assert (
+        json.loads(simulate(tmp_path / "day", "--profile", "h200-llama8b", "--json").stdout)[
+            "requests"
+        ]
+        == 2
+    )
 
 
 def test_engines_with_roles_are_refused(tmp_path):
@@ -259,10 +324,15 @@ def test_shapes_and_times_of_steps_with_drafts_and_samples():
 
 def test_drafts_yield_as_many_tokens_as_they_did():
     config = replace(SimConfig().engine(), speculate=("ngram",))
-    found = _speculation(config, DraftCounts(num_steps=100, num_drafted=80, num_drafts=240, num_right=120))
+    found = _speculation(
+        config, DraftCounts(num_steps=100, num_drafted=80, num_drafts=240, num_right=120)
+    )
     assert found.max_drafts == 3
     assert sum(found.acceptance**i for i in (1, 2, 3)) == pytest.approx(1.2)
-    assert _speculation(config, DraftCounts(num_steps=100, num_drafted=10, num_drafts=10, num_right=1)) is None
+    assert (
+        _speculation(config, DraftCounts(num_steps=100, num_drafted=10, num_drafts=10, num_right=1))
+        is None
+    )
 
 
 def test_a_part_of_few_requests_is_less_certain_than_one_of_many():
@@ -284,7 +354,10 @@ def test_a_long_recording_is_searched_where_most_missed_the_slo(tmp_path):
     from tidemill.cli.simulate_case import recorded_of
     from tidemill.planning.trace import Row
 
-    rows = [Row(float(i), 10, 10, ttft_s=9.0 if 3000 <= i < 4500 else 0.1, e2e_s=10.0) for i in range(6000)]
+    rows = [
+        Row(float(i), 10, 10, ttft_s=9.0 if 3000 <= i < 4500 else 0.1, e2e_s=10.0)
+        for i in range(6000)
+    ]
     stretch = busiest(rows, recorded_of, Slo(1.0, None, 0.9))
     assert len(stretch) == 2000
     assert stretch[0].at_s == 0

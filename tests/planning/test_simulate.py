@@ -24,7 +24,15 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 MOONCAKE = [
     {"timestamp": 0, "input_length": 2000, "output_length": 20, "hash_ids": [5, 6, 7, 8]},
     {"timestamp": 3000, "input_length": 1800, "output_length": 30, "hash_ids": [5, 6, 7, 99]},
-    {"timestamp": 4000, "input_length": 500, "output_length": 400, "hash_ids": [1], "tenant": "a", "abort_ms": 100, "n": 2},
+    {
+        "timestamp": 4000,
+        "input_length": 500,
+        "output_length": 400,
+        "hash_ids": [1],
+        "tenant": "a",
+        "abort_ms": 100,
+        "n": 2,
+    },
 ]
 
 
@@ -38,7 +46,11 @@ def traces(tmp_path):
 def test_keys_of_pages_are_those_of_their_tokens_however_many_come_at_once():
     draw = random.Random(0)
     for _ in range(200):
-        tokens = [token for _ in range(draw.randint(1, 6)) for token in [draw.randint(1, 3)] * draw.randint(1, 20)]
+        tokens = [
+            token
+            for _ in range(draw.randint(1, 6))
+            for token in [draw.randint(1, 3)] * draw.randint(1, 20)
+        ]
         tokens = tokens[: len(tokens) // 4 * 4]
         cut = draw.randrange(0, len(tokens) + 1, 4)
         whole, first = _quick_keys(b"root", tokens, 4), _quick_keys(b"root", tokens[:cut], 4)
@@ -75,7 +87,9 @@ def test_a_request_is_cut_to_the_context(traces):
 
 
 def test_figures_of_a_trace(traces):
-    figures = json.loads(run(traces / "mooncake.jsonl", "--json", "--max-requests", 8, "--slo-ttft-ms", 1000).stdout)
+    figures = json.loads(
+        run(traces / "mooncake.jsonl", "--json", "--max-requests", 8, "--slo-ttft-ms", 1000).stdout
+    )
     assert figures["requests"] == 4  # samples
     assert figures["aborted"] == 1
     assert figures["cached_tokens"] >= 1536 - 64
@@ -83,7 +97,12 @@ def test_figures_of_a_trace(traces):
     assert 0.004 < figures["tpot_s"]["p50"] < 0.03
     assert figures["slo_met"] == 1
     assert figures["engine"]["num_rows"] == 8
-    assert json.loads(run(traces / "azure.csv", "--json", "--no-prefix-caching").stdout)["cached_tokens"] == 0
+    assert (
+        json.loads(run(traces / "azure.csv", "--json", "--no-prefix-caching").stdout)[
+            "cached_tokens"
+        ]
+        == 0
+    )
     assert "times real time" in run(traces / "azure.csv", "--policy", "static").stdout
 
 
@@ -94,7 +113,12 @@ def test_speculation_and_host_memory_take_effect(traces):
     )
     assert guessed["tpot_s"]["p50"] < 0.6 * plain["tpot_s"]["p50"]
     few = ["--json", "--max-context", 2304, "--kv-memory", 2304 * 131072]
-    assert json.loads(run(traces / "mooncake.jsonl", *few, "--kv-host-memory", "10G").stdout)["requests"] == 4
+    assert (
+        json.loads(run(traces / "mooncake.jsonl", *few, "--kv-host-memory", "10G").stdout)[
+            "requests"
+        ]
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +133,10 @@ def test_speculation_and_host_memory_take_effect(traces):
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,3\n", "column.csv"),
         ("x" * (1 << 21), "line.jsonl"),
         ("[" * 200_000, "deep.jsonl"),
-        ('{"timestamp": 0, "input_length": 1, "output_length": 2, "n": 4000000000}\n', "samples.jsonl"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 2, "n": 4000000000}\n',
+            "samples.jsonl",
+        ),
     ],
 )
 def test_a_wrong_trace_is_refused(tmp_path, text, name):
@@ -165,7 +192,9 @@ def test_a_chart_that_cannot_be_written_does_not_cost_the_figures(traces, monkey
     pyplot = MagicMock()
     pyplot.subplots.return_value = MagicMock(), [MagicMock() for _ in range(4)]
     monkeypatch.setattr(plots, "_pyplot", lambda: pyplot)
-    result = CliRunner().invoke(app, ["simulate", str(traces / "azure.csv"), "--json", "--chart", str(traces / "azure.csv")])
+    result = CliRunner().invoke(
+        app, ["simulate", str(traces / "azure.csv"), "--json", "--chart", str(traces / "azure.csv")]
+    )
     assert isinstance(result.exception, ConfigError)
     assert "cannot be written" in str(result.exception)
     assert json.loads(result.stdout)["requests"] == 3

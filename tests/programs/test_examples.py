@@ -10,7 +10,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tree_of_thought", "judge")), "extract_json"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree_of_thought", "judge")),
+        "extract_json",
+    ],
 )
 def test_example(name, thinking_folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))

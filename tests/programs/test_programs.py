@@ -70,7 +70,13 @@ def test_a_program_computes_what_the_same_calls_by_hand_do(idle):
     (second,) = idle.generate(ids, SamplingParams(max_tokens=5, **GREEDY))
     assert (s["first"], s["second"]) == (first.text, second.text)
     assert s.token_ids() == ids + second.outputs[0].token_ids
-    assert s.text() == "The question is what is it, yes or no?\nAnswer:" + s["first"] + " And also:" + s["second"]
+    assert (
+        s.text()
+        == "The question is what is it, yes or no?\nAnswer:"
+        + s["first"]
+        + " And also:"
+        + s["second"]
+    )
     assert s.returned == len(first.text)
     # The second request found all full pages that the first computed: all but its last token.
     computed = len(ids) - len(encode(" And also:", add_special=False)) - 1
@@ -94,7 +100,12 @@ def test_a_stop_string_within_a_token(idle):
 def test_an_end_token_is_no_part_of_the_state(idle):
     @program
     def ended(s):
-        s += "It is" + gen("nothing", max_tokens=3, temperature=0, allowed_token_ids=list(idle.tokenizer.eos_token_ids))
+        s += "It is" + gen(
+            "nothing",
+            max_tokens=3,
+            temperature=0,
+            allowed_token_ids=list(idle.tokenizer.eos_token_ids),
+        )
         s += " yes" + gen("more", max_tokens=1, **forced(idle, " no"))
 
     s = ended.run(backend=idle)
@@ -102,9 +113,12 @@ def test_an_end_token_is_no_part_of_the_state(idle):
     assert s.token_ids() == idle.tokenizer.encode("It is yes no")
 
 
-@pytest.mark.parametrize("choices", [["yes", "no", "not at all", "no"], ["yes, indeed", "yes, but"], ["no"]])
+@pytest.mark.parametrize(
+    "choices", [["yes", "no", "not at all", "no"], ["yes, indeed", "yes, but"], ["no"]]
+)
 def test_a_choice_is_scored_as_its_whole_prompt_is(idle, choices):
-    """On the tokens of the whole text: the space before a choice is part of its first token. What is before is not computed."""
+    """On the tokens of the whole text: the space before a choice is part of its first token. What
+    is before is not computed."""
     before = "A long question, longer than some pages of the cache are. Is it "
 
     @program
@@ -116,7 +130,9 @@ def test_a_choice_is_scored_as_its_whole_prompt_is(idle, choices):
     scores = {}
     for choice in choices:
         ids = idle.tokenizer.encode(before + choice)
-        (whole,) = idle.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        (whole,) = idle.generate(
+            ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        )
         num_before = len(idle.tokenizer.encode(before)) - 1
         counted = [entry.logprob for entry in whole.prompt_logprobs[num_before:]]
         scores[choice] = sum(counted) / len(counted)
@@ -148,7 +164,11 @@ def test_branches_share_their_prefix_and_run_in_one_batch(idle):
     alone = think.run(backend=backend, share_prefix=False)
     assert alone["thought"] == s["thought"]
     assert alone.usage.num_cached == 0
-    prefix = len(idle.tokenizer.encode("Some text that all of the branches begin with, and that is computed only once. " * 3))
+    prefix = len(
+        idle.tokenizer.encode(
+            "Some text that all of the branches begin with, and that is computed only once. " * 3
+        )
+    )
     assert s.usage.num_cached >= (num - 1) * (prefix // PAGE * PAGE)
     assert s.usage.num_prompt == alone.usage.num_prompt
 
@@ -215,7 +235,12 @@ def test_ctrl_c_ends_the_requests(idle):
 def test_streams_of_variables(idle):
     @program
     def named(s):
-        s += "One:" + gen("one", max_tokens=6, **GREEDY) + " two:" + gen("two", max_tokens=4, **GREEDY)
+        s += (
+            "One:"
+            + gen("one", max_tokens=6, **GREEDY)
+            + " two:"
+            + gen("two", max_tokens=4, **GREEDY)
+        )
 
     whole = named.run(backend=idle)
     pieces = list(named.run(backend=idle, stream=True).stream())
@@ -232,7 +257,13 @@ def test_streams_of_variables(idle):
 
 
 def test_constrained_text(idle):
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"type": "boolean"}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "maximum": 99, "minimum": 0},
+            "b": {"type": "boolean"},
+        },
+    }
     schema |= {"required": ["n", "b"], "additionalProperties": False}
 
     @program
@@ -258,9 +289,17 @@ def test_conversations_keep_their_tokens(idle):
 
     s = chat.run(backend=idle)
     messages = s.messages()
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     assert messages[2]["content"] == s["first"] == " yes yes"
-    expected = idle.tokenizer.encode_chat(messages[:4]) + idle.tokenizer.encode("Well," + s["second"], add_special=False)
+    expected = idle.tokenizer.encode_chat(messages[:4]) + idle.tokenizer.encode(
+        "Well," + s["second"], add_special=False
+    )
     assert s.token_ids() == expected
     assert s.text().endswith(f"<|end|><|user|>Sure?<|end|><|assistant|>Well,{s['second']}")
 
@@ -272,7 +311,9 @@ def test_a_batch_of_programs(idle):
 
     batch = [{"question": "a" * i} for i in range(1, 6)] + [("b" * 505, 50), ("c", 3)]
     *good, long, last = ask.run_batch(batch, backend=idle)
-    assert [s["answer"] for s in good] == [ask.run(**one, backend=idle)["answer"] for one in batch[:5]]
+    assert [s["answer"] for s in good] == [
+        ask.run(**one, backend=idle)["answer"] for one in batch[:5]
+    ]
     assert isinstance(long.error, ContextTooLong)
     with pytest.raises(ContextTooLong):
         long["answer"]
@@ -352,9 +393,18 @@ def test_no_space_is_written_before_text_that_continues(tmp_path):
     make_llama(tmp_path, vocab_size=320)
     byte_tokenizer(tmp_path)  # for its settings
     words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "d"]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(parts)
     backend.save(str(tmp_path / "tokenizer.json"))
     llm = LLM(str(tmp_path), progress=False, kv_memory_bytes=2**20)

@@ -23,8 +23,13 @@ def nodes():
     os.environ["TEST_RUN"] = MARK.partition("=")[2]
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_agent_register_timeout_ms", "600000")  # of a node, on a busy machine
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # on a busy machine, its proxy would never be ready
-    made = started(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}))
+    # on a busy machine, its proxy would never be ready
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
+    made = started(
+        lambda: Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+    )
     try:
         for _ in range(2):
             started(lambda: made.add_node(num_cpus=2))
@@ -35,7 +40,8 @@ def nodes():
 
 
 def started(start):
-    """Ray gives a node 30 s to start, whatever else the machine does, and leaves what it has started of it."""
+    """Ray gives a node 30 s to start, whatever else the machine does, and leaves what it has
+    started of it."""
     for _ in range(9):
         before = children()
         try:

@@ -38,11 +38,17 @@ NUM = 40
 
 
 def options(folder, **more):
-    return EngineOptions(model=str(folder), served_name="tiny", threads=1, kv_memory_bytes=2**24, **more)
+    return EngineOptions(
+        model=str(folder), served_name="tiny", threads=1, kv_memory_bytes=2**24, **more
+    )
 
 
 def request(number, length):
-    return Submit(f"r{number}", [1 + number % 200, 7, 9], SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0))
+    return Submit(
+        f"r{number}",
+        [1 + number % 200, 7, 9],
+        SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0),
+    )
 
 
 async def answer(client, number, length=64):
@@ -68,8 +74,8 @@ def engines():
 
 
 def processes(module=None):
-    """Those that run it and come from this run: others on this machine are not to be counted, and least of all to be killed.
-    None: whatever they run."""
+    """Those that run it and come from this run: others on this machine are not to be counted, and
+    least of all to be killed. None: whatever they run."""
     found = []
     for pid in map(Path("/proc").joinpath, filter(str.isdecimal, os.listdir("/proc"))):
         try:
@@ -99,11 +105,15 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
             await client.start(options(tiny_folder))
             assert await answer(client, 3) == truth[3]
             for num_lost, way in enumerate(("actor", "node", "engine"), 1):
-                info = await links[-1]._actor.info.remote()  # before there is work, which may be done when the answer comes
+                # before there is work, which may be done when the answer comes
+                info = await links[-1]._actor.info.remote()
                 node = next(one for one in nodes.worker_nodes if one.node_id == info.node_id)
-                (engine,) = (pid for pid in engines() if parent(pid) == info.pid)  # not one that a lost node has left
+                # not one that a lost node has left
+                (engine,) = (pid for pid in engines() if parent(pid) == info.pid)
                 work = [asyncio.create_task(answer(client, number)) for number in range(NUM)]
-                await until_async(lambda: any(pending.has_token for pending in client.pending.values()), 0.001)
+                await until_async(
+                    lambda: any(pending.has_token for pending in client.pending.values()), 0.001
+                )
                 if way == "node":
                     nodes.remove_node(node, allow_graceful=False)
                 else:
@@ -123,16 +133,23 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
 
 
 def test_ranks_of_a_replica(nodes, tiny_folder):
-    """An actor whose engine has two ranks: one of them is killed, and requests go on; closed, neither is left."""
+    """An actor whose engine has two ranks: one of them is killed, and requests go on; closed,
+    neither is left."""
 
     async def main():
         before, truth = processes(b"tidemill.engine.worker"), await expected(tiny_folder, 32)
         cluster = Cluster(nodes.address, wait_s=120)
-        client = EngineClient(new_link=lambda: RayLink(cluster, cluster.needs_of(options(tiny_folder, tensor_parallel=2), 1)))
+        client = EngineClient(
+            new_link=lambda: RayLink(
+                cluster, cluster.needs_of(options(tiny_folder, tensor_parallel=2), 1)
+            )
+        )
         try:
             await client.start(options(tiny_folder, tensor_parallel=2))
             work = [asyncio.create_task(answer(client, number, 32)) for number in range(8)]
-            await until_async(lambda: any(pending.has_token for pending in client.pending.values()), 0.001)
+            await until_async(
+                lambda: any(pending.has_token for pending in client.pending.values()), 0.001
+            )
             (worker,) = processes(b"tidemill.engine.worker") - before
             os.kill(worker, signal.SIGKILL)
             assert await asyncio.gather(*work) == truth[:8]
@@ -152,16 +169,31 @@ def parent(pid):
 
 def node_of(nodes, pid):
     """Whose raylet has started the process."""
-    raylets = {info.process.pid: node for node in nodes.worker_nodes for info in node.all_processes["raylet"]}
+    raylets = {
+        info.process.pid: node
+        for node in nodes.worker_nodes
+        for info in node.all_processes["raylet"]
+    }
     while pid not in raylets:
         pid = parent(pid)
     return raylets[pid]
 
 
 def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_folder):
-    """Over HTTP, with as many requests under way as it gets. Greedy answers are those of an undisturbed server."""
+    """Over HTTP, with as many requests under way as it gets. Greedy answers are those of an
+    undisturbed server."""
     before = engines()
-    options = ("--ray", "--ray-address", nodes.address, "--replicas", "2", "--threads", "1", "--ray-wait", "120")
+    options = (
+        "--ray",
+        "--ray-address",
+        nodes.address,
+        "--replicas",
+        "2",
+        "--threads",
+        "1",
+        "--ray-wait",
+        "120",
+    )
     server = Server(tiny_folder, *options, "--kv-memory", "16M", "--speculate", "off").wait()
 
     async def ask(client, number, stream):
@@ -187,7 +219,10 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
             truth = [await ask(client, number, False) for number in range(NUM)]
             num_moved = 0.0
             for way in ("actor", "node"):
-                work = [asyncio.create_task(ask(client, number, number % 2 == 0)) for number in range(NUM)]
+                work = [
+                    asyncio.create_task(ask(client, number, number % 2 == 0))
+                    for number in range(NUM)
+                ]
                 # All are under way, and some have been answered.
                 await until_async(lambda work=work: any(task.done() for task in work), 0.001)
                 victim = sorted(engines() - before)[0]
@@ -197,8 +232,14 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
                     nodes.remove_node(node_of(nodes, victim), allow_graceful=False)
                 assert await asyncio.gather(*work) == truth, way
                 told = (await client.get("/metrics")).text.splitlines()
-                moved = [line for line in told if "requests_finished_total" in line and 'reason="abort"' in line]
-                assert sum(float(line.split()[-1]) for line in moved) > num_moved, "none was under way there"
+                moved = [
+                    line
+                    for line in told
+                    if "requests_finished_total" in line and 'reason="abort"' in line
+                ]
+                assert sum(float(line.split()[-1]) for line in moved) > num_moved, (
+                    "none was under way there"
+                )
                 num_moved = sum(float(line.split()[-1]) for line in moved)
                 # What was lost is started again where there is room.
                 await until_async(lambda: len(engines() - before) >= 2, 0.1)
@@ -229,7 +270,9 @@ def test_replicas_come_and_go_with_the_load(nodes, tiny_folder):
             assert len(engines() - before) == 2
             await asyncio.gather(*work)
             assert await answer(replicas, 5) == truth
-            await until_async(lambda: replicas.num_replicas <= 1 and len(engines() - before) <= 1, 0.05)
+            await until_async(
+                lambda: replicas.num_replicas <= 1 and len(engines() - before) <= 1, 0.05
+            )
             assert await answer(replicas, 5) == truth
             loaded = [type(event).__name__ for event in seen if "Model" in type(event).__name__]
             assert loaded == ["ModelLoading", "ModelLoaded", "ModelUnloaded"]
@@ -244,12 +287,17 @@ def test_replicas_come_and_go_with_the_load(nodes, tiny_folder):
 
 
 def test_each_line_once_though_workers_are_killed(nodes, tiny_folder, tmp_path):
-    lines = [{"custom_id": str(i), "prompt": f"Day {i % 20}", "max_tokens": 2, "temperature": 0} for i in range(1000)]
+    lines = [
+        {"custom_id": str(i), "prompt": f"Day {i % 20}", "max_tokens": 2, "temperature": 0}
+        for i in range(1000)
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     async def main():
         cluster = Cluster(nodes.address, wait_s=120)
-        workers = RayWorkers(cluster, WorkerOptions(engine=options(tiny_folder), num_workers=2, needs=Needs(1)))
+        workers = RayWorkers(
+            cluster, WorkerOptions(engine=options(tiny_folder), num_workers=2, needs=Needs(1))
+        )
         await workers.start()
         infos = [await actor.info.remote() for actor in workers.actors.values()]
         assert infos[0].node_id != infos[1].node_id  # they are spread
@@ -278,7 +326,9 @@ def test_each_line_once_though_workers_are_killed(nodes, tiny_folder, tmp_path):
     assert Counter(one["custom_id"] for one in made) == Counter(line["custom_id"] for line in lines)
     texts = {}
     for one in made:
-        texts.setdefault(int(one["custom_id"]) % 20, set()).add(one["response"]["body"]["choices"][0]["text"])
+        texts.setdefault(int(one["custom_id"]) % 20, set()).add(
+            one["response"]["body"]["choices"][0]["text"]
+        )
     assert all(len(each) == 1 for each in texts.values())
 
 
@@ -288,12 +338,28 @@ def test_mistakes_are_told_and_nothing_is_left(nodes, tmp_path, tiny_folder):
     for more, said in (
         (["--replicas", "9", "--ray-wait", "3", "-m", str(tiny_folder)], "no room for the workers"),
         (["-m", str(tmp_path)], "config.json"),
-        (["--ray-address", "127.0.0.1:1", "-m", str(tiny_folder)], "No Ray cluster can be used at 127.0.0.1:1"),
+        (
+            ["--ray-address", "127.0.0.1:1", "-m", str(tiny_folder)],
+            "No Ray cluster can be used at 127.0.0.1:1",
+        ),
         (["--ray-address", "ray://127.0.0.1:1", "-m", str(tiny_folder)], "client proxy"),
     ):
         address = [] if "--ray-address" in more else ["--ray-address", nodes.address]
-        command = [sys.executable, "-m", "tidemill", "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--ray"]
-        ended = subprocess.run([*command, *address, *more, "--threads", "1"], capture_output=True, text=True, timeout=300)
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "batch",
+            str(tmp_path / "in.jsonl"),
+            str(tmp_path / "out.jsonl"),
+            "--ray",
+        ]
+        ended = subprocess.run(
+            [*command, *address, *more, "--threads", "1"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert ended.returncode == 1, ended
         assert said in ended.stderr, ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
@@ -313,10 +379,22 @@ def test_the_serve_application(nodes, tiny_folder):
         app({"max_context": "long"})
     serve.start(http_options={"host": "127.0.0.1", "port": 8199})
     try:
-        serve.run(app({"model": str(tiny_folder), "served_name": "tiny", "num_replicas": "2", "threads": "1"}))
+        serve.run(
+            app(
+                {
+                    "model": str(tiny_folder),
+                    "served_name": "tiny",
+                    "num_replicas": "2",
+                    "threads": "1",
+                }
+            )
+        )
         with httpx.Client(base_url="http://127.0.0.1:8199", timeout=120) as client:
             body = {"model": "tiny", "prompt": "The tide", "max_tokens": 8, "temperature": 0}
-            texts = {client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(8)}
+            texts = {
+                client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                for _ in range(8)
+            }
             assert len(texts) == 1
             events = client.post("/v1/completions", json=body | {"stream": True}).text
             assert events.rstrip().endswith("data: [DONE]")

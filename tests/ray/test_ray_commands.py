@@ -1,4 +1,5 @@
-"""`tidemill serve --ray` as a user types it, on two local nodes: ranks, roles, autoscaling; and mistakes: one error each."""
+"""`tidemill serve --ray` as a user types it, on two local nodes: ranks, roles, autoscaling; and
+mistakes: one error each."""
 
 import asyncio
 import json
@@ -33,14 +34,22 @@ def on(nodes, *more):
 
 
 async def ask(client, number):
-    body = {"model": "tiny", "prompt": f"Day {number % NUM}", "temperature": 0, "ignore_eos": True, "max_tokens": 100}
+    body = {
+        "model": "tiny",
+        "prompt": f"Day {number % NUM}",
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 100,
+    }
     reply = await client.post("/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["text"]
 
 
 def client_of(server):
-    return httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=200))
+    return httpx.AsyncClient(
+        base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=200)
+    )
 
 
 async def ask_all(server):
@@ -80,9 +89,12 @@ def test_what_a_server_without_ray_says(nodes, tiny_folder, truth, given, num_en
 
 
 def test_autoscaling(nodes, tiny_folder, truth):
-    """From one replica to three while requests wait, and back. Those that run on a replica which is to stop are answered."""
+    """From one replica to three while requests wait, and back. Those that run on a replica which is
+    to stop are answered."""
     before = engines()
-    server = Server(tiny_folder, *on(nodes, "--autoscale", "1:3", "--max-requests", "2"), patch=QUICK).wait()
+    server = Server(
+        tiny_folder, *on(nodes, "--autoscale", "1:3", "--max-requests", "2"), patch=QUICK
+    ).wait()
 
     async def main():
         async with client_of(server) as client:
@@ -116,14 +128,26 @@ def test_mistakes(nodes, tiny_folder, tmp_path):
     there = ["--ray-address", nodes.address]
     for given, patch, said in (
         (["--ray-address", "127.0.0.1:1"], "", "No Ray cluster can be used at 127.0.0.1:1"),
-        ([*there, "--replicas", "9", "--ray-wait", "3"], "", "no room for the replicas: 9 x 1 CPUs cannot be placed within 3 s"),
-        ([*there, "--tensor-parallel", "3", "--ray-wait", "3"], "", "no room for the replicas: 1 x 3 CPUs"),
+        (
+            [*there, "--replicas", "9", "--ray-wait", "3"],
+            "",
+            "no room for the replicas: 9 x 1 CPUs cannot be placed within 3 s",
+        ),
+        (
+            [*there, "--tensor-parallel", "3", "--ray-wait", "3"],
+            "",
+            "no room for the replicas: 1 x 3 CPUs",
+        ),
         ([*there, "--replicas", "0"], "", "--replicas"),
         ([*there, "--replicas", "two"], "", "--replicas"),
         ([*there, "--autoscale", "3:1"], "", "Write MIN:MAX"),
         ([*there, "--prefill", "1"], "", "There is no decode engine"),
         ([*there, "--data-parallel", "2"], "", "--ray is for a single model"),
-        (there, "import tidemill.version\ntidemill.version.__version__ = '9.9.9'", "Install the same version on all nodes"),
+        (
+            there,
+            "import tidemill.version\ntidemill.version.__version__ = '9.9.9'",
+            "Install the same version on all nodes",
+        ),
     ):
         server = Server(tiny_folder, "--ray", *COMMON, *given, patch=patch)
         told, _ = server.process.communicate(timeout=600)
@@ -162,7 +186,10 @@ def test_a_rank_that_dies_while_it_loads(nodes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RANDOM["dense"]))
     byte_tokenizer(tmp_path)
     before = engines()
-    server = Server(tmp_path, *on(nodes, "--tensor-parallel", "2", "--load-format", "dummy", "--dtype", "float32"))
+    server = Server(
+        tmp_path,
+        *on(nodes, "--tensor-parallel", "2", "--load-format", "dummy", "--dtype", "float32"),
+    )
     until(lambda: processes(WORKER) or server.process.poll() is not None)
     for worker in processes(WORKER):
         os.kill(worker, signal.SIGKILL)

@@ -23,7 +23,12 @@ PROMPTS = [[2 + (7 * i + number) % 90 for i in range(70)] for number in range(16
 
 
 def options(folder, **more):
-    given = {"prefill_engines": 1, "decode_engines": 1, "threads": 1, "kv_memory_bytes": 2**24} | more
+    given = {
+        "prefill_engines": 1,
+        "decode_engines": 1,
+        "threads": 1,
+        "kv_memory_bytes": 2**24,
+    } | more
     return EngineOptions(model=str(folder), served_name="tiny", **given)
 
 
@@ -31,7 +36,9 @@ async def answers(client, name, length=60):
     async def one(number):
         params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
         tokens = []
-        async with aclosing(client.submit(Submit(f"{name}{number}", PROMPTS[number], params, salt=name))) as deltas:
+        async with aclosing(
+            client.submit(Submit(f"{name}{number}", PROMPTS[number], params, salt=name))
+        ) as deltas:
             async for delta in deltas:
                 tokens += delta.token_ids
         return tokens
@@ -50,7 +57,11 @@ def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
         client = fleet.client(seen.extend, 60.0, lambda _: None, 300.0)
         try:
             await client.start(fleet.engine)
-            groups = [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]
+            groups = [
+                one
+                for one in ray.util.placement_group_table().values()
+                if one["state"] == "CREATED"
+            ]
             assert len(groups) == 2
             assert await answers(client, "first") == expected
             taken = [one for one in seen if isinstance(one, TakenOver)]
@@ -61,11 +72,17 @@ def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
                 await until_async(lambda number=number: client.clients[number].num_pending > 2)
                 client.clients[number].link.kill()
                 assert await going == expected
-                await until_async(lambda number=number: any(isinstance(e, EngineRestarted) and e.replica == number for e in seen))
+                await until_async(
+                    lambda number=number: any(
+                        isinstance(e, EngineRestarted) and e.replica == number for e in seen
+                    )
+                )
             assert await answers(client, "last") == expected
         finally:
             await client.close()
-        assert not [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]
+        assert not [
+            one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"
+        ]
 
     asyncio.run(whole())
 
@@ -105,6 +122,8 @@ def test_what_does_not_go_together(nodes, tiny_folder):
         client = fleet.client(lambda _: None, 60.0, lambda _: None, 300.0)
         with pytest.raises(ConfigError, match="no room"):
             await client.start(fleet.engine)
-        assert not [one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"]
+        assert not [
+            one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"
+        ]
 
     asyncio.run(whole())

@@ -9,7 +9,8 @@ from tidemill.errors import ConfigError
 
 
 def simulate(scaler, arrivals, seconds, num=1, slots=4, service_s=2.0):
-    """Requests that take `service_s` each, `arrivals(t)` of them a second; how many replicas there are after each second."""
+    """Requests that take `service_s` each, `arrivals(t)` of them a second; how many replicas there
+    are after each second."""
     running, waiting, finished, counts = 0.0, 0.0, 0.0, []
     for now in range(seconds):
         waiting += arrivals(now)
@@ -17,7 +18,9 @@ def simulate(scaler, arrivals, seconds, num=1, slots=4, service_s=2.0):
         finished, running = finished + done, running - done
         starts = min(waiting, num * slots - running)
         waiting, running = waiting - starts, running + starts
-        num = scaler.wanted(float(now), Load(num, round(running), round(waiting), slots, int(finished)))
+        num = scaler.wanted(
+            float(now), Load(num, round(running), round(waiting), slots, int(finished))
+        )
         counts.append(num)
     return counts
 
@@ -40,7 +43,9 @@ def test_a_steady_load_that_fits_changes_nothing():
 
 
 def test_a_burst_that_is_over_at_once_starts_nothing():
-    assert set(simulate(Autoscaler(ScalePolicy(1, 4)), lambda now: 10.0 if now == 50 else 0.0, 200)) == {1}
+    assert set(
+        simulate(Autoscaler(ScalePolicy(1, 4)), lambda now: 10.0 if now == 50 else 0.0, 200)
+    ) == {1}
 
 
 def test_bounds_are_read():

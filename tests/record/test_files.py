@@ -43,7 +43,9 @@ SECRET = "the launch code is 7421"
 def put(writer, name, prompt, output=(5, 6), error="", **params) -> None:
     request = Submit(name, [], SamplingParams(seed=3, **params))
     writer.put(Begun("tiny", 1.5, request, [], len(prompt)), 100 + 8 * len(prompt), prompt=prompt)
-    writer.put(Ended("tiny", name, 2.5, [Output(bytes_of(output), "length", False, b"")], error, 2.0), 100)
+    writer.put(
+        Ended("tiny", name, 2.5, [Output(bytes_of(output), "length", False, b"")], error, 2.0), 100
+    )
 
 
 def written(folder, *requests, key=None, **options) -> None:
@@ -57,7 +59,14 @@ def written(folder, *requests, key=None, **options) -> None:
 def test_what_is_written_is_read(tmp_path):
     writer = RecordingWriter(tmp_path / "day")
     writer.put(MODEL, 100)
-    put(writer, "a", list(range(600)), temperature=0.5, stop=("x",), grammar=Grammar("regex", "[0-9]+"))
+    put(
+        writer,
+        "a",
+        list(range(600)),
+        temperature=0.5,
+        stop=("x",),
+        grammar=Grammar("regex", "[0-9]+"),
+    )
     put(writer, "a", [1, 2, 3], output=(9,), error="client_left")  # an id that is used again
     happened = [events.Submitted(1.0, "a", 600), events.StepDone(2.0, 1, 0.5, 1, replica=2)]
     writer.put(Events("tiny", msgspec.Raw(encode(happened))), 100)
@@ -67,9 +76,16 @@ def test_what_is_written_is_read(tmp_path):
     (server,) = recording.servers
     first, again, open_end = server.requests
     assert first.prompt_ids() == list(range(600))
-    assert (first.submit().params.grammar, first.submit().params.stop) == (Grammar("regex", "[0-9]+"), ("x",))
+    assert (first.submit().params.grammar, first.submit().params.stop) == (
+        Grammar("regex", "[0-9]+"),
+        ("x",),
+    )
     assert first.output_ids(0).tolist() == [5, 6]
-    assert (again.prompt_ids(), again.output_ids(0).tolist(), again.ended.error) == ([1, 2, 3], [9], "client_left")
+    assert (again.prompt_ids(), again.output_ids(0).tolist(), again.ended.error) == (
+        [1, 2, 3],
+        [9],
+        "client_left",
+    )
     assert open_end.ended is None
     assert [event for _, event in recording.events(server)] == happened
     assert server.models["tiny"] == [MODEL]
@@ -82,9 +98,13 @@ def test_segments_that_prompts_share_are_stored_once(tmp_path):
     shared = [rng.randrange(50_000) for _ in range(8 * SEGMENT_LEN)]
     written(tmp_path / "one", ("0", shared))
     written(tmp_path / "many", *[(str(number), [*shared, number]) for number in range(50)])
-    sizes = [sum(path.stat().st_size for path in files_of(tmp_path / name)) for name in ("one", "many")]
+    sizes = [
+        sum(path.stat().st_size for path in files_of(tmp_path / name)) for name in ("one", "many")
+    ]
     assert sizes[1] < sizes[0] + 50 * 150
-    assert [request.prompt_ids()[-1] for request in Recording(tmp_path / "many").servers[0].requests] == list(range(50))
+    assert [
+        request.prompt_ids()[-1] for request in Recording(tmp_path / "many").servers[0].requests
+    ] == list(range(50))
 
 
 def test_the_folder_is_bounded_and_the_oldest_goes_first(tmp_path):
@@ -92,7 +112,8 @@ def test_the_folder_is_bounded_and_the_oldest_goes_first(tmp_path):
     writer = RecordingWriter(tmp_path, MIN_BYTES)
     writer.put(MODEL, 100)
     for number in range(40):
-        put(writer, str(number), [rng.randrange(2**31) for _ in range(20_000)])  # 80 kB that no one can compress
+        # 80 kB that no one can compress
+        put(writer, str(number), [rng.randrange(2**31) for _ in range(20_000)])
         until(lambda: not writer.num_behind)  # each is a block of its own
         assert sum(path.stat().st_size for path in files_of(tmp_path)) <= MIN_BYTES
     writer.close()
@@ -121,7 +142,11 @@ def test_servers_continue_a_folder_one_after_the_other(tmp_path):
     for number in range(3):
         written(tmp_path, (str(number), [number]))
     servers = Recording(tmp_path).servers
-    assert [[request.request_id for request in server.requests] for server in servers] == [["0"], ["1"], ["2"]]
+    assert [[request.request_id for request in server.requests] for server in servers] == [
+        ["0"],
+        ["1"],
+        ["2"],
+    ]
     writer = RecordingWriter(tmp_path)
     with pytest.raises(ConfigError, match="Another server records"):
         RecordingWriter(tmp_path)
@@ -138,7 +163,11 @@ def test_without_the_key_nothing_is_read(tmp_path):
     plain = file.read_bytes()
     assert bytes_of(prompt) not in plain
     assert b"a-name" not in plain
-    unpacked = subprocess.run(["zstd", "-dc", file], capture_output=True, check=False).stdout if has_zstd() else b""
+    unpacked = (
+        subprocess.run(["zstd", "-dc", file], capture_output=True, check=False).stdout
+        if has_zstd()
+        else b""
+    )
     assert b"a-name" not in unpacked
     with pytest.raises(ConfigError, match="sealed"):
         Recording(tmp_path / "day")
@@ -148,7 +177,10 @@ def test_without_the_key_nothing_is_read(tmp_path):
 
 
 def has_zstd() -> bool:
-    return any(os.access(os.path.join(folder, "zstd"), os.X_OK) for folder in os.environ["PATH"].split(os.pathsep))
+    return any(
+        os.access(os.path.join(folder, "zstd"), os.X_OK)
+        for folder in os.environ["PATH"].split(os.pathsep)
+    )
 
 
 def test_requests_of_a_tenant_are_sealed_beside_others(tmp_path):
@@ -161,7 +193,10 @@ def test_requests_of_a_tenant_are_sealed_beside_others(tmp_path):
     writer.close()
     (file,) = files_of(tmp_path)
     assert b"secret" not in file.read_bytes()
-    assert [each.request_id for each in Recording(tmp_path, key).servers[0].requests] == ["open", "secret"]
+    assert [each.request_id for each in Recording(tmp_path, key).servers[0].requests] == [
+        "open",
+        "secret",
+    ]
 
 
 def test_a_file_that_was_cut_is_read_up_to_there(tmp_path):
@@ -184,7 +219,8 @@ def test_a_file_that_was_cut_is_read_up_to_there(tmp_path):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_is_told(tmp_path, seed):
-    """A byte that is another is found, or was in what is skipped; never is there an error of another kind."""
+    """A byte that is another is found, or was in what is skipped; never is there an error of
+    another kind."""
     written(tmp_path, *[(str(number), [number] * 300) for number in range(5)])
     (file,) = files_of(tmp_path)
     data, rng = bytearray(file.read_bytes()), random.Random(seed)
@@ -219,7 +255,15 @@ def ended(*outputs) -> Ended:
         [msgspec.structs.replace(MODEL, config=msgspec.Raw(b"\x91" * 100_000 + b"\x90"))],
         [{"type": "model"}],
     ],
-    ids=["fewer samples", "half a token", "half a token of a prompt", "no model", "no text", "deep", "no fields"],
+    ids=[
+        "fewer samples",
+        "half a token",
+        "half a token of a prompt",
+        "no model",
+        "no text",
+        "deep",
+        "no fields",
+    ],
 )
 def test_what_makes_no_sense_is_told(tmp_path, records):
     """Records that are whole, by a hostile hand."""
@@ -244,7 +288,10 @@ def test_what_is_no_recording_is_told(tmp_path):
 
 
 def test_sizes_are_read_and_small_ones_refused():
-    assert folder_and_size("/var/log/day") == (writer_module.Path("/var/log/day"), writer_module.DEFAULT_BYTES)
+    assert folder_and_size("/var/log/day") == (
+        writer_module.Path("/var/log/day"),
+        writer_module.DEFAULT_BYTES,
+    )
     assert folder_and_size("/var/log/day:2G")[1] == 2 * 2**30
     for wrong in ("/var/log/day:5", "/var/log/day:much"):
         with pytest.raises(ConfigError, match=r"DIR|nothing"):

@@ -25,7 +25,9 @@ def asked(tmp_path, monkeypatch):
         return recording.servers.index(server), [request.request_id for request in requests]
 
     monkeypatch.setattr(replay_module, "_replay_server", chosen)
-    return lambda *names: replay(recording, recording.servers, ReplayOptions(requests=frozenset(names)))
+    return lambda *names: replay(
+        recording, recording.servers, ReplayOptions(requests=frozenset(names))
+    )
 
 
 def test_a_request_is_found_whichever_server_had_it(asked):

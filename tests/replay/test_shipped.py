@@ -1,4 +1,5 @@
-"""The recording that is shipped for this kind of CPU: a part of it is computed again. All of it: `make replay`."""
+"""The recording that is shipped for this kind of CPU: a part of it is computed again. All of it:
+`make replay`."""
 
 import pytest
 
@@ -17,7 +18,9 @@ def recording():
 
 def test_a_third_of_the_requests_has_every_token(recording, tmp_path):
     certificate = certify(recording, tmp_path / "models", "together", EVERY)
-    assert list(certificate.lines()) == [line for line in certificate.lines() if "different" not in line]
+    assert list(certificate.lines()) == [
+        line for line in certificate.lines() if "different" not in line
+    ]
     assert certificate.is_equal
     assert certificate.num_compared > 1000 // EVERY
 

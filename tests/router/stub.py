@@ -32,7 +32,12 @@ Answer = Callable[[Sent, asyncio.StreamWriter], Awaitable[None]]
 
 
 def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "content-type: application/json", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"content-length: {len(body)}",
+        "content-type: application/json",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -77,12 +82,17 @@ class Stub:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _one(self, sent: Sent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _one(
+        self, sent: Sent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if sent.path == "/health":
             writer.write(self.health)
             return
         if sent.path == "/v1/models":
-            listed = [{"id": name, "of": self.name, "aliases": [f"alias-of-{name}"]} for name in self.models]
+            listed = [
+                {"id": name, "of": self.name, "aliases": [f"alias-of-{name}"]}
+                for name in self.models
+            ]
             writer.write(response(json.dumps({"data": listed}).encode()))
             return
         if sent.path == "/api/tags":
@@ -91,10 +101,18 @@ class Stub:
             return
         self.sent.append(sent)
         if self.answer is None:
-            writer.write(response(json.dumps({"from": self.name}).encode(), "200 OK", "connection: keep-alive", "x-own: 1"))
+            writer.write(
+                response(
+                    json.dumps({"from": self.name}).encode(),
+                    "200 OK",
+                    "connection: keep-alive",
+                    "x-own: 1",
+                )
+            )
             return
         answering = asyncio.ensure_future(self.answer(sent, writer))
-        leaving = asyncio.ensure_future(reader.read(1))  # nothing comes before the answer, unless the router leaves
+        # nothing comes before the answer, unless the router leaves
+        leaving = asyncio.ensure_future(reader.read(1))
         done, _ = await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if answering in done and leaving not in done:
             leaving.cancel()
@@ -109,7 +127,10 @@ class Stub:
 
 async def _read(reader: asyncio.StreamReader) -> Sent:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
-    headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in head[1:])]
+    headers = [
+        (name.lower(), value.strip())
+        for name, _, value in (line.partition(":") for line in head[1:])
+    ]
     length = int(dict(headers).get("content-length", "0"))
     assert "transfer-encoding" not in dict(headers)  # the router frames every request by its length
     return Sent(head[0], headers, await reader.readexactly(length))
@@ -148,9 +169,15 @@ class Client:
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of the next response."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
-        headers = {name: value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        headers = {
+            name: value.strip() for name, _, value in (line.partition(":") for line in head[1:])
+        }
         if "content-length" in headers:
-            return int(head[0].split()[1]), headers, await self.reader.readexactly(int(headers["content-length"]))
+            return (
+                int(head[0].split()[1]),
+                headers,
+                await self.reader.readexactly(int(headers["content-length"])),
+            )
         body = b""
         while "transfer-encoding" in headers:
             size = int(await self.reader.readuntil(b"\r\n"), 16)
@@ -167,8 +194,17 @@ class Client:
 
 
 def post(body: object = None, path: str = "/v1/chat/completions", *headers: str) -> bytes:
-    data = body if isinstance(body, bytes) else json.dumps(body if body is not None else chat("hi")).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(data)}"]
+    data = (
+        body
+        if isinstance(body, bytes)
+        else json.dumps(body if body is not None else chat("hi")).encode()
+    )
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+    ]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + data
 
 
@@ -178,4 +214,7 @@ def get(path: str, *headers: str) -> bytes:
 
 def chat(*texts: str, **more) -> dict:
     roles = ("user", "assistant")
-    return {"model": "m", "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]} | more
+    return {
+        "model": "m",
+        "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)],
+    } | more

@@ -40,7 +40,8 @@ async def measured():
         task.cancel()
 
 
-@pytest.mark.slow  # a limit on time: with other slow tests, on a machine that has nothing else to do
+# a limit on time: with other slow tests, on a machine that has nothing else to do
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_large_bodies_pass_the_router(path):
     stub, lags_s = Stub("a"), []

@@ -1,4 +1,5 @@
-"""The router in front of stub servers, over real sockets: what is passed on, what is sent again, and what never is."""
+"""The router in front of stub servers, over real sockets: what is passed on, what is sent again,
+and what never is."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ async def test_turns_of_a_conversation_go_to_one_server_and_conversations_are_sp
     async with routed(*stubs, check_every_s=60) as (_, port):
         client = await Client.open(port)
         of = []
-        for number in range(40):  # ports are drawn, and with them where each goes: of few, one server may get none
+        # ports are drawn, and with them where each goes: of few, one server may get none
+        for number in range(40):
             went = set()
             for turns in (1, 3, 5):
                 client.send(post(chat(*(f"{number} {i} " + "x" * 400 for i in range(turns)))))
@@ -36,14 +38,23 @@ async def test_turns_of_a_conversation_go_to_one_server_and_conversations_are_sp
             of += went
         assert len(set(of)) == 3
         assert sum(len(stub.sent) for stub in stubs) == 120
-        assert sum(stub.num_connections for stub in stubs) == 9  # they are kept and used again; six are of the first checks
+        # they are kept and used again; six are of the first checks
+        assert sum(stub.num_connections for stub in stubs) == 9
 
 
 async def test_headers_between_two_hosts_are_not_passed_on():
     stub = Stub("a")
     async with routed(stub) as (_, port):
-        sent = ["connection: x-private, keep-alive", "x-private: 1", "te: gzip", "x-kept: 2", "x-forwarded-for: 1.2.3.4"]
-        status, headers, _ = await ask(port, post(chat("hi"), "/v1/chat/completions?q=1", *sent, "authorization: Bearer abc"))
+        sent = [
+            "connection: x-private, keep-alive",
+            "x-private: 1",
+            "te: gzip",
+            "x-kept: 2",
+            "x-forwarded-for: 1.2.3.4",
+        ]
+        status, headers, _ = await ask(
+            port, post(chat("hi"), "/v1/chat/completions?q=1", *sent, "authorization: Bearer abc")
+        )
         assert status == 200
         assert headers["x-own"] == "1"
         assert "connection" not in headers
@@ -60,12 +71,22 @@ async def test_headers_between_two_hosts_are_not_passed_on():
 async def test_a_key_of_the_upstream_takes_the_place_of_the_clients():
     stub = Stub("a")
     async with routed(stub, upstream_key="key-of-the-upstream") as (_, port):
-        await ask(port, post(chat("hi"), "/v1/chat/completions", "authorization: Bearer mine", "x-api-key: mine"))
+        await ask(
+            port,
+            post(
+                chat("hi"), "/v1/chat/completions", "authorization: Bearer mine", "x-api-key: mine"
+            ),
+        )
         assert stub.sent[0].header("authorization") == "Bearer key-of-the-upstream"
         assert stub.sent[0].header("x-api-key") is None
         path = "/v1beta/models/x:streamGenerateContent"
         sse = "?alt=sse"
-        for query, kept in (("key=mine", ""), ("alt=sse&key=mine", sse), ("key=mine&alt=sse", sse), ("a=key=1&", "?a=key=1&")):
+        for query, kept in (
+            ("key=mine", ""),
+            ("alt=sse&key=mine", sse),
+            ("key=mine&alt=sse", sse),
+            ("a=key=1&", "?a=key=1&"),
+        ):
             await ask(port, post(chat("hi"), f"{path}?{query}", "x-goog-api-key: mine"))
             assert stub.sent[-1].line == f"POST {path}{kept} HTTP/1.1"
             assert stub.sent[-1].header("x-goog-api-key") is None
@@ -75,7 +96,9 @@ async def test_a_stream_is_passed_on_as_it_comes():
     going_on = asyncio.Event()
 
     async def answer(sent: Sent, writer) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         writer.write(b"8\r\ndata: 1\n\r\n1\r\n\n\r\n")
         await going_on.wait()
         writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
@@ -85,7 +108,8 @@ async def test_a_stream_is_passed_on_as_it_comes():
         client.send(post())
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert b"transfer-encoding: chunked" in head
-        assert b"data: 1\n" in await client.reader.readuntil(b"\n\r\n")  # the rest has not been sent yet
+        # the rest has not been sent yet
+        assert b"data: 1\n" in await client.reader.readuntil(b"\n\r\n")
         going_on.set()
         assert (await client.reader.readuntil(b"0\r\n\r\n")).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
         client.send(get("/load"))  # the connection can be used again
@@ -108,7 +132,9 @@ async def test_a_client_that_leaves_ends_its_request_at_the_server():
         assert router.upstreams[stub.url].load == 0
 
 
-@pytest.mark.parametrize("how", ["refuses connections", "closes without an answer", "is not ready", "is full"])
+@pytest.mark.parametrize(
+    "how", ["refuses connections", "closes without an answer", "is not ready", "is full"]
+)
 async def test_another_server_answers_for_one_that_does_not_take_the_request(how):
     async def close(sent: Sent, writer) -> None:
         writer.transport.abort()
@@ -124,7 +150,11 @@ async def test_another_server_answers_for_one_that_does_not_take_the_request(how
         if how == "refuses connections":
             bad.stop()
         else:
-            bad.answer = {"closes without an answer": close, "is not ready": not_ready, "is full": full}[how]
+            bad.answer = {
+                "closes without an answer": close,
+                "is not ready": not_ready,
+                "is full": full,
+            }[how]
         for number in range(40):  # half of them would go to the bad one
             status, _, body = await ask(port, post(chat(f"conversation {number}")))
             assert (status, json.loads(body)["from"]) == (200, "good")
@@ -136,7 +166,9 @@ async def test_another_server_answers_for_one_that_does_not_take_the_request(how
 async def test_nothing_is_sent_again_once_a_byte_was_passed_on():
     async def dies(sent: Sent, writer) -> None:
         if b'"stream"' in sent.body:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
             writer.write(b"9\r\ndata: 1\n\n\r\n")
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
@@ -152,7 +184,8 @@ async def test_nothing_is_sent_again_once_a_byte_was_passed_on():
         assert json.loads(events[-1].removeprefix("data: "))["error"]["type"] == "upstream_error"
         client = await Client.open(port)
         client.send(post())
-        assert (await client.rest()).endswith(b"\r\n\r\nabc")  # and the connection ends before all of it is there
+        # and the connection ends before all of it is there
+        assert (await client.rest()).endswith(b"\r\n\r\nabc")
         assert sum(len(stub.sent) for stub in stubs) == 2
         assert router.num_failed == 2
 
@@ -185,9 +218,17 @@ async def test_a_response_goes_on_at_the_server_that_has_it():
             assert json.loads((await ask(port, post(body, "/v1/responses")))[2])["from"] == "b"
         asked = [sent.path for stub in stubs for sent in stub.sent if sent.line.startswith("GET")]
         assert asked == ["/v1/responses/resp_1"] * 3  # of each server, once
-        named = {"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}, {"id": "msg_3", "type": None}
+        named = (
+            {"type": "item_reference", "id": "msg_1"},
+            {"id": "msg_2"},
+            {"id": "msg_3", "type": None},
+        )
         for number, reference in enumerate(named):
-            items = [{"role": "user", "content": f"{number}", "id": "msg_0"}, {"type": "reasoning", "id": "rs_0"}, reference]
+            items = [
+                {"role": "user", "content": f"{number}", "id": "msg_0"},
+                {"type": "reasoning", "id": "rs_0"},
+                reference,
+            ]
             made = await ask(port, post({"model": "m", "input": items}, "/v1/responses"))
             assert json.loads(made[2])["from"] == "b"
         asked = {sent.path for stub in stubs for sent in stub.sent if "response_items" in sent.path}
@@ -197,7 +238,9 @@ async def test_a_response_goes_on_at_the_server_that_has_it():
 
 async def test_what_a_server_that_is_down_may_have_is_not_said_to_be_missing():
     async def missing(sent: Sent, writer) -> None:
-        writer.write(response(b'{"from": "home"}', "200 OK" if sent.path == "/v1/files" else "404 Not Found"))
+        writer.write(
+            response(b'{"from": "home"}', "200 OK" if sent.path == "/v1/files" else "404 Not Found")
+        )
 
     stubs = [Stub(name, answer=missing) for name in "ab"]
     async with routed(*stubs) as (router, port):
@@ -227,7 +270,11 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
     stubs = [Stub("a", ["m", "only-a"]), Stub("b", ["m", "only-b"])]
     async with routed(*stubs) as (_, port):
         listed = json.loads((await ask(port, get("/v1/models")))[2])["data"]
-        assert [(one["id"], one["of"]) for one in listed] == [("m", "a"), ("only-a", "a"), ("only-b", "b")]
+        assert [(one["id"], one["of"]) for one in listed] == [
+            ("m", "a"),
+            ("only-a", "a"),
+            ("only-b", "b"),
+        ]
         for number in range(6):
             body = chat(f"conversation {number}") | {"model": "only-b"}
             assert json.loads((await ask(port, post(body)))[2])["from"] == "b"
@@ -235,7 +282,9 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
             assert json.loads((await ask(port, post(body)))[2])["from"] == "b"
         for name in ("only-a", "only-b"):
             for _ in range(2):
-                assert json.loads((await ask(port, get(f"/v1/models/{name}")))[2])["from"] == name[-1]
+                assert (
+                    json.loads((await ask(port, get(f"/v1/models/{name}")))[2])["from"] == name[-1]
+                )
         listed = json.loads((await ask(port, get("/api/tags")))[2])["models"]
         assert [one["name"] for one in listed] == ["m:latest", "only-a:latest", "only-b:latest"]
         for name in ("only-b:latest", "alias-of-only-b"):
@@ -268,19 +317,29 @@ async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_
         await until_async(lambda: router.upstreams[good.url].is_healthy)
         hung.health = response(b"{}", "500 Internal Server Error")
         assert json.loads((await waiting)[2])["from"] == "good"
-        assert json.loads((await ask(port, get("/health")))[2]) == {"status": "ok", "healthy": 1, "upstreams": 2}
+        assert json.loads((await ask(port, get("/health")))[2]) == {
+            "status": "ok",
+            "healthy": 1,
+            "upstreams": 2,
+        }
         good.health = hung.health
         await until_async(lambda: not router.upstreams[good.url].is_healthy)
         assert (await ask(port, get("/health")))[0] == 503
         status, headers, body = await ask(port, post())
-        assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (503, "1", "upstream_unavailable")
+        assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (
+            503,
+            "1",
+            "upstream_unavailable",
+        )
 
 
 async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_another_server_answers_it():
     reachable, going_on = asyncio.Event(), asyncio.Event()
 
     async def stream(sent: Sent, writer) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         writer.write(b"9\r\ndata: 1\n\n\r\n")
         await going_on.wait()
         writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
@@ -301,7 +360,8 @@ async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_ano
         client.send(post())
         await until_async(lambda: router.num_under_way == 1)
         good.health = response(b"{}")
-        assert b"data: 1" in await client.reader.readuntil(b"data: 1")  # the checks of the other fail, too
+        # the checks of the other fail, too
+        assert b"data: 1" in await client.reader.readuntil(b"data: 1")
         reachable.set()
         await until_async(lambda: upstream.is_healthy)
         assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
@@ -335,7 +395,9 @@ async def test_servers_are_added_and_removed_while_requests_are_under_way():
 
 async def test_requests_over_a_unix_socket_leave_their_limit(tmp_path):
     async with routed(Stub("a"), limits=Limits(1)) as (router, _):
-        server = await asyncio.get_running_loop().create_unix_server(router.clients.make, tmp_path / "s")
+        server = await asyncio.get_running_loop().create_unix_server(
+            router.clients.make, tmp_path / "s"
+        )
         client = Client(*await asyncio.open_unix_connection(tmp_path / "s"))
         for _ in range(3):
             client.send(post({}, "/flush_cache"))
@@ -348,7 +410,9 @@ async def test_a_host_that_is_gone_is_noticed_though_nothing_is_sent_to_it():
     async with routed(Stub("a")) as (router, _):
         (upstream,) = router.upstreams.values()
         connection = await upstream.connect()
-        assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection._transport.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE
+        )
         connection.close()
 
 

@@ -1,4 +1,5 @@
-"""Clients that are hostile or broken: what they send is bounded in size and time, and never read in two ways."""
+"""Clients that are hostile or broken: what they send is bounded in size and time, and never read in
+two ways."""
 
 from __future__ import annotations
 
@@ -19,24 +20,38 @@ from tidemill.server.http.access import Access, Caller
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 BROKEN = {
-    "both lengths": HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-    "both, the other way": HEAD + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "both lengths": HEAD
+    + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "both, the other way": HEAD
+    + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
     "two lengths": HEAD + b"content-length: 0\r\ncontent-length: 40\r\n\r\n" + SMUGGLED,
     "length with a sign": HEAD + b"content-length: +5\r\n\r\nabcde" + SMUGGLED,
     "another encoding": HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-    "chunked twice": HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "chunked twice": HEAD
+    + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
     "space before the colon": HEAD + b"content-length : 0\r\n\r\n" + SMUGGLED,
     "folded header": HEAD + b"x: 1\r\n content-length: 10\r\n\r\n" + SMUGGLED,
     "bare line feeds": HEAD.replace(b"\r\n", b"\n") + b"content-length: 0\n\n" + SMUGGLED,
-    "chunk size with junk": HEAD + b"transfer-encoding: chunked\r\n\r\n0x5\r\nabcde\r\n0\r\n\r\n" + SMUGGLED,
-    "absolute target": b"GET http://169.254.169.254/ HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
+    "chunk size with junk": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n0x5\r\nabcde\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "absolute target": b"GET http://169.254.169.254/ HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    + SMUGGLED,
     "tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "many headers": HEAD + b"".join(b"x-%d: 1\r\n" % i for i in range(300)) + b"content-length: 0\r\n\r\n" + SMUGGLED,
+    "many headers": HEAD
+    + b"".join(b"x-%d: 1\r\n" % i for i in range(300))
+    + b"content-length: 0\r\n\r\n"
+    + SMUGGLED,
     "long header": HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n" + SMUGGLED,
     "header without end": HEAD + b"x: " + b"a" * 140_000,
     "empty lines": b"\r\n" * 50_000,
-    "long trailers": HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: aaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 5_000,
+    "long trailers": HEAD
+    + b"transfer-encoding: chunked\r\n\r\n0\r\n"
+    + b"x: aaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 5_000,
     "announced too large": HEAD + b"content-length: 99999999999\r\n\r\n",
 }
 
@@ -51,7 +66,10 @@ async def test_what_is_not_clearly_one_request_is_refused_whole(data):
         assert answer.startswith((b"HTTP/1.1 4", b"")), answer
         assert answer.count(b"HTTP/1.1 ") <= 1
         if answer:
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+            assert (
+                json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"]
+                == "invalid_request_error"
+            )
         assert not stub.sent
         assert router.clients.num_buffered == 0
         assert (await ask(port, post()))[0] == 200
@@ -98,7 +116,8 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
         await asyncio.sleep(0.02)
         client.send(again[-2:] + again)  # and with the next one behind it
         assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
-        client.send(again[:-5] + b"other" + get("/v1/completions", key))  # two in a piece: the length ends the first
+        # two in a piece: the length ends the first
+        client.send(again[:-5] + b"other" + get("/v1/completions", key))
         assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
         assert [sent.body for sent in stub.sent[4:]] == [b"whole", b"whole", b"other", b""]
         client.send(post(b"1", "/v1/completions", key.replace("a" * 16, "b" * 16)))
@@ -106,14 +125,30 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
         assert router.clients.num_buffered == 0
         client = await Client.open(port)
         for number in ("1", "2\x01", "3"):  # a header of each request's own
-            client.send(post(number.encode(), "/v1/completions", key, f"x-id: {number}", "connection: keep-alive"))
+            client.send(
+                post(
+                    number.encode(),
+                    "/v1/completions",
+                    key,
+                    f"x-id: {number}",
+                    "connection: keep-alive",
+                )
+            )
             if number == "2\x01":
                 assert (await client.rest()).startswith(b"HTTP/1.1 4")
                 client = await Client.open(port)
             else:
                 assert (await client.answer())[0] == 200
-        assert [(sent.body, sent.header("x-id")) for sent in stub.sent[8:]] == [(b"1", "1"), (b"3", "3")]
-        for other in (b"host: elsewhere.example", b"transfer-encoding: chunked", b"x-id : 1", b"x-id: 1\r\n 2"):
+        assert [(sent.body, sent.header("x-id")) for sent in stub.sent[8:]] == [
+            (b"1", "1"),
+            (b"3", "3"),
+        ]
+        for other in (
+            b"host: elsewhere.example",
+            b"transfer-encoding: chunked",
+            b"x-id : 1",
+            b"x-id: 1\r\n 2",
+        ):
             client = await Client.open(port)
             client.send(again)
             assert (await client.answer())[0] == 200
@@ -124,7 +159,9 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
             client = await Client.open(port)
             client.send(again)
             assert (await client.answer())[0] == 200
-            client.send(again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1")
+            client.send(
+                again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1"
+            )
             assert (await client.rest()).startswith(b"HTTP/1.1 4")
         assert len(stub.sent) == before + 5
 
@@ -146,7 +183,16 @@ def taken(*pieces: bytes) -> list[tuple]:
     found = []
 
     def handle(made, request):
-        found.append((request.method, request.target, request.headers, request.first, request.head_for(b"u", b""), request.body))
+        found.append(
+            (
+                request.method,
+                request.target,
+                request.headers,
+                request.first,
+                request.head_for(b"u", b""),
+                request.body,
+            )
+        )
         made.answer(200, b"")
 
     made = client_connection.ClientConnections(lambda request: Caller(), handle, 10).make()
@@ -157,7 +203,15 @@ def taken(*pieces: bytes) -> list[tuple]:
 
 
 async def test_a_head_like_the_one_before_means_what_it_would_alone():
-    base = post(b"body", "/v1/completions", "x-id: 17", "connection: keep-alive", "X-Other:  spaced ", "te: x", "accept: */*")
+    base = post(
+        b"body",
+        "/v1/completions",
+        "x-id: 17",
+        "connection: keep-alive",
+        "X-Other:  spaced ",
+        "te: x",
+        "accept: */*",
+    )
     chance, num_alike = random.Random(1), 0
     assert len(taken(base, base)) == 2
     for _ in range(600):
@@ -165,7 +219,9 @@ async def test_a_head_like_the_one_before_means_what_it_would_alone():
         for _ in range(chance.choice((1, 1, 2, 3))):
             at = chance.randrange(len(other))
             how = chance.randrange(3)
-            other[at : at + (how != 0)] = bytes([chance.choice(b"\r\n :;,\t\0x19aZ\x7f\x80-")]) if how != 2 else b""
+            other[at : at + (how != 0)] = (
+                bytes([chance.choice(b"\r\n :;,\t\0x19aZ\x7f\x80-")]) if how != 2 else b""
+            )
         alone, after = taken(bytes(other)), taken(base, bytes(other))
         assert after[1:] == alone, bytes(other)
         num_alike += len(alone)
@@ -176,7 +232,15 @@ async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
     stub = Stub("a")
     async with routed(stub) as (_, port):
         client = await Client.open(port)
-        client.send(post(chat("hi"), "/v1/chat/completions", "upgrade: h2c", "connection: upgrade, http2-settings") + SMUGGLED)
+        client.send(
+            post(
+                chat("hi"),
+                "/v1/chat/completions",
+                "upgrade: h2c",
+                "connection: upgrade, http2-settings",
+            )
+            + SMUGGLED
+        )
         assert (await client.rest()).count(b"HTTP/1.1 200") == 1
         assert len(stub.sent) == 1
         assert stub.sent[0].header("upgrade") is None
@@ -187,7 +251,9 @@ async def test_a_body_that_grows_beyond_the_limit_is_refused(monkeypatch):
     stub = Stub("a")
     async with routed(stub) as (router, port):
         client = await Client.open(port)
-        client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"a" * 1024 + b"\r\n")
+        client.send(
+            HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"a" * 1024 + b"\r\n"
+        )
         for _ in range(12):
             client.send(b"400\r\n" + b"a" * 1024 + b"\r\n")
         assert (await client.answer())[0] == 413
@@ -259,18 +325,31 @@ async def test_limits_of_a_key():
     now = 1000.0
     async with routed(stub, access=access, limits=Limits(2, 5, lambda: now)) as (router, port):
         first, other = (f"authorization: Bearer {key}" for key in keys)
-        waiting = [asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", first))) for _ in range(2)]
+        waiting = [
+            asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", first)))
+            for _ in range(2)
+        ]
         await until_async(lambda: len(stub.sent) == 2)
         status, headers, body = await ask(port, post(chat("hi"), "/v1/chat/completions", first))
-        assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (429, "1", "rate_limit_error")
-        waiting.append(asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", other))))
+        assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (
+            429,
+            "1",
+            "rate_limit_error",
+        )
+        waiting.append(
+            asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", other)))
+        )
         await until_async(lambda: len(stub.sent) == 3)  # nobody else is touched
         going_on.set()
         assert [(await one)[0] for one in waiting] == [200] * 3
-        statuses = [(await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(4)]
+        statuses = [
+            (await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(4)
+        ]
         assert statuses == [200, 200, 200, 429]  # five in a minute
         now += 13  # the time of one
-        statuses = [(await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(2)]
+        statuses = [
+            (await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(2)
+        ]
         assert statuses == [200, 429]
         assert router.limits.num_refused == 3
 
@@ -279,23 +358,49 @@ async def test_keys_hosts_origins_and_paths_are_checked_as_by_a_server():
     access = Access.of(["key-of-the-first-user"], None, ["key-of-the-only-admin"], [], [])
     stub = Stub("a")
     async with routed(stub, access=access) as (_, port):
-        user, admin = ("authorization: Bearer key-of-the-first-user", "x-api-key: key-of-the-only-admin")
+        user, admin = (
+            "authorization: Bearer key-of-the-first-user",
+            "x-api-key: key-of-the-only-admin",
+        )
         assert (await ask(port, post()))[0] == 401
         assert (await ask(port, get("/health")))[0] == 200
         assert (await ask(port, get("/router/upstreams", user)))[0] == 403
         assert (await ask(port, get("/router/upstreams", admin)))[0] == 200
         assert (await ask(port, get("/metri%63s", user)))[0] == 403
-        assert b'tidemill_router_upstream_healthy{upstream="' in (await ask(port, get("/metrics", admin)))[2]
+        assert (
+            b'tidemill_router_upstream_healthy{upstream="'
+            in (await ask(port, get("/metrics", admin)))[2]
+        )
         for path in ("/metrics", "/router/upstreams", "/flush_cache"):
-            assert json.loads((await ask(port, get(path).replace(b"GET", b"OPTIONS", 1)))[2]) == {"from": "a"}
+            assert json.loads((await ask(port, get(path).replace(b"GET", b"OPTIONS", 1)))[2]) == {
+                "from": "a"
+            }
         stub.sent.clear()
-        assert (await ask(port, post().replace(b"POST", b"OPTIONS", 1)))[0] == 413  # it is taken without a key
+        # it is taken without a key
+        assert (await ask(port, post().replace(b"POST", b"OPTIONS", 1)))[0] == 413
         assert (await ask(port, get("/v1/../metrics", user)))[0] == 400
-        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://evil.example")))[0] == 403
-        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user).replace(b"localhost", b"evil.example")))[0] == 403
-        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "host: localhost")))[0] == 400
+        assert (
+            await ask(
+                port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://evil.example")
+            )
+        )[0] == 403
+        assert (
+            await ask(
+                port,
+                post(chat("hi"), "/v1/chat/completions", user).replace(
+                    b"localhost", b"evil.example"
+                ),
+            )
+        )[0] == 403
+        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "host: localhost")))[
+            0
+        ] == 400
         assert not stub.sent
-        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://localhost")))[0] == 200
+        assert (
+            await ask(
+                port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://localhost")
+            )
+        )[0] == 200
         assert stub.sent[0].header("origin") is None  # the server knows another host
 
 
@@ -321,7 +426,17 @@ async def test_an_upstream_that_does_not_speak_http_is_an_error(answer):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "ftp://a", "http://", "http://a/path", "http://a:99999", "unix:", "http://a b"]
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://a",
+        "http://",
+        "http://a/path",
+        "http://a:99999",
+        "unix:",
+        "http://a b",
+    ],
 )
 def test_addresses_that_are_none_are_refused(url):
     with pytest.raises(Exception, match="The upstream is"):
@@ -333,12 +448,15 @@ async def test_old_clients_and_head_requests():
         if sent.line.startswith("HEAD"):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
         else:
-            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+            )
 
     async with routed(Stub("a", answer=stream)) as (_, port):
         client = await Client.open(port)
         client.send(b"GET /x HTTP/1.0\r\nhost: localhost\r\n\r\n")
-        answer = await client.rest()  # HTTP/1.0 has no chunks: the end of the connection is that of the body
+        # HTTP/1.0 has no chunks: the end of the connection is that of the body
+        answer = await client.rest()
         assert answer.endswith(b"\r\n\r\nabcde")
         assert b"chunked" not in answer
         client = await Client.open(port)
@@ -380,7 +498,9 @@ async def test_bodies_of_clients_that_leave_are_given_back():
     async with routed(stub) as (router, port):
         client = await Client.open(port)
         client.send(post() + post())
-        await until_async(lambda: stub.sent and router.clients.num_buffered > len(stub.sent[0].body))
+        await until_async(
+            lambda: stub.sent and router.clients.num_buffered > len(stub.sent[0].body)
+        )
         client.close()
         await until_async(lambda: not router.clients.all)
         assert router.clients.num_buffered == 0
@@ -395,7 +515,11 @@ async def test_a_key_is_checked_before_the_body_is_taken():
         assert (status, headers["connection"]) == (401, "close")
         client.close()
         client = await Client.open(port)
-        client.send(HEAD + b"x-api-key: key-of-the-first-user\r\ntransfer-encoding: chunked\r\n\r\n" + b"2\r\n[]\r\n" * 100)
+        client.send(
+            HEAD
+            + b"x-api-key: key-of-the-first-user\r\ntransfer-encoding: chunked\r\n\r\n"
+            + b"2\r\n[]\r\n" * 100
+        )
         await until_async(lambda: router.clients.num_buffered == 200)
         (held,) = (one for one in router.clients.all if one._body)
         assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
@@ -410,10 +534,16 @@ async def test_without_a_key_little_is_held(path):
         client = await Client.open(port)
         client.send(post(b"{}", path))
         assert (await client.answer())[0] in (200, 405)
-        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n" % path.encode())
+        client.send(
+            b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n"
+            % path.encode()
+        )
         assert (await client.answer())[0] == 413
         client = await Client.open(port)
-        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode())
+        client.send(
+            b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+            % path.encode()
+        )
         client.send(b"2000\r\n" + b"a" * 0x2000 + b"\r\n")
         assert (await client.answer())[0] == 413
         assert router.clients.num_buffered == 0
@@ -427,7 +557,8 @@ async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
         assert (await kept.answer())[0] == 200
         refused = await Client.open(port)
         assert (await refused.answer())[0] == 503
-        await until_async(lambda: len(router.clients.all) == 1)  # though the client has not closed its side
+        # though the client has not closed its side
+        await until_async(lambda: len(router.clients.all) == 1)
         refused.close()
         kept.send(post())
         assert (await kept.answer())[0] == 200
@@ -435,10 +566,17 @@ async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
 
 async def test_bodies_that_are_no_text_are_passed_on_and_take_no_place_for_good():
     stubs = [Stub("a"), Stub("b")]
-    deep = b'{"model": "m", "input": [{"type": "item_reference", "x": %s}]}' % (b"[" * 995 + b"]" * 995)
-    bodies = (b'{"model": "m", "input": [{"type": "item_reference", "id": "\xff"}]}', b'{"messages": [{"role": "\xff"}]}', deep)
+    deep = b'{"model": "m", "input": [{"type": "item_reference", "x": %s}]}' % (
+        b"[" * 995 + b"]" * 995
+    )
+    bodies = (
+        b'{"model": "m", "input": [{"type": "item_reference", "id": "\xff"}]}',
+        b'{"messages": [{"role": "\xff"}]}',
+        deep,
+    )
     async with routed(*stubs, limits=Limits(max_under_way=2)) as (router, port):
         for body in (*bodies, *bodies):
-            assert (await ask(port, post(body, "/v1/responses")))[0] == 200  # servers say what is wrong with them
+            # servers say what is wrong with them
+            assert (await ask(port, post(body, "/v1/responses")))[0] == 200
         assert router.limits.num_refused == 0
         assert router.num_under_way == 0

@@ -6,7 +6,11 @@ from tidemill.cluster.router.keys import Prompt, read_prompt
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"input":[' + b'{"id":1},' * 70_000 + b'{"id":1}]}', b'{"conversation":{"a":[' + b"1," * 2_000_000 + b"1]}}"]
+    "body",
+    [
+        b'{"input":[' + b'{"id":1},' * 70_000 + b'{"id":1}]}',
+        b'{"conversation":{"a":[' + b"1," * 2_000_000 + b"1]}}",
+    ],
 )
 def test_bodies_of_too_many_parts_are_not_looked_at(body):
     """The server refuses them."""

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from tidemill.sched.placement import MAX_BLOCKS, Placement, hash_of, prefix_keys
 
-NAMES = st.lists(st.text("abcdef:/0123456789", min_size=1, max_size=20), min_size=2, max_size=12, unique=True)
+NAMES = st.lists(
+    st.text("abcdef:/0123456789", min_size=1, max_size=20), min_size=2, max_size=12, unique=True
+)
 
 
 def idle(names: list[str]) -> dict[str, int]:
@@ -28,7 +30,8 @@ def test_only_keys_of_a_removed_replica_move(names, seed):
         now = placement.choose([], idle(names[1:]), anchor).name
         assert now == was or was == gone
     counts = Counter(before.values())
-    assert max(counts.values()) < 300 * 3 / len(names) + 30  # no replica has much more than its share
+    # no replica has much more than its share
+    assert max(counts.values()) < 300 * 3 / len(names) + 30
 
 
 @settings(max_examples=30, deadline=None)
@@ -65,7 +68,8 @@ def test_turns_of_a_conversation_follow_their_prefix_also_after_a_spill():
 
 
 def test_short_common_prefix_does_not_gather_all_conversations():
-    """A system prompt is a small part of each: computing it once on every replica costs less than a cache that is not used."""
+    """A system prompt is a small part of each: computing it once on every replica costs less than a
+    cache that is not used."""
     placement, names, chance = Placement(), ["a", "b", "c", "d"], random.Random(0)
     counts = Counter[str]()
     for _ in range(400):
@@ -77,11 +81,14 @@ def test_short_common_prefix_does_not_gather_all_conversations():
 
 
 def test_new_prompts_fill_all_caches_alike():
-    """Some are a hundred times as long as others: the cache of whoever gets those would forget the sooner."""
+    """Some are a hundred times as long as others: the cache of whoever gets those would forget the
+    sooner."""
     placement, names, chance = Placement(), ["a", "b", "c", "d"], random.Random(3)
     got, shares = Counter(), []
     for number in range(1500):
-        keys = prefix_keys(b"%d" % number, bytes(256 * int(chance.paretovariate(0.8)) % 100_000), 256)
+        keys = prefix_keys(
+            b"%d" % number, bytes(256 * int(chance.paretovariate(0.8)) % 100_000), 256
+        )
         name = placement.choose(keys, idle(names)).name
         placement.note(name, keys)
         got[name] += len(keys)
@@ -102,4 +109,5 @@ def test_roots_blocks_and_memory_are_bounded_and_separate():
     placement = Placement(max_keys=100)
     placement.note("a", keys)
     assert len(placement) == 100
-    assert placement.choose(keys[:10], {"a": 0, "b": 0}).num_known == 10  # the deepest are forgotten first
+    # the deepest are forgotten first
+    assert placement.choose(keys[:10], {"a": 0, "b": 0}).num_known == 10

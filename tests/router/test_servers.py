@@ -30,13 +30,36 @@ def test_two_servers_give_the_tokens_of_one_and_none_is_lost_if_one_is_killed(mo
     try:
         for server in servers:
             server.wait()
-        command = [sys.executable, "-m", "tidemill", "route", *(server.url for server in servers), "--port", "0"]
-        router = subprocess.Popen([*command, "--health-seconds", "0.5"], stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "route",
+            *(server.url for server in servers),
+            "--port",
+            "0",
+        ]
+        router = subprocess.Popen(
+            [*command, "--health-seconds", "0.5"], stderr=subprocess.PIPE, text=True
+        )
         lines = iter(router.stderr.readline, "")
-        url = next(word for line in lines if "routes" in line for word in line.split() if word.startswith("http"))
+        url = next(
+            word
+            for line in lines
+            if "routes" in line
+            for word in line.split()
+            if word.startswith("http")
+        )
         asyncio.run(_use(url, servers))
-        with httpx.Client(base_url=url) as client:  # Ctrl-C while a response is under way: it ends as it would have
-            body = {"model": "tiny", "prompt": "the last one", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        # Ctrl-C while a response is under way: it ends as it would have
+        with httpx.Client(base_url=url) as client:
+            body = {
+                "model": "tiny",
+                "prompt": "the last one",
+                "max_tokens": 200,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
                 events = response.iter_lines()
                 next(events)
@@ -53,14 +76,22 @@ def test_two_servers_give_the_tokens_of_one_and_none_is_lost_if_one_is_killed(mo
 async def _use(url: str, servers: list[Server]) -> None:
     def ask(client: openai.AsyncOpenAI, number: int):
         return client.completions.create(
-            model="tiny", prompt=f"{number} " + "words " * 30, max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+            model="tiny",
+            prompt=f"{number} " + "words " * 30,
+            max_tokens=60,
+            temperature=0,
+            extra_body={"ignore_eos": True},
         )
 
     direct = openai.AsyncOpenAI(base_url=f"{servers[0].url}/v1", api_key="x", max_retries=0)
     routed = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
     assert [one.id for one in (await routed.models.list()).data] == ["tiny"]
-    expected = [one.choices[0].text for one in await asyncio.gather(*(ask(direct, i) for i in range(24)))]
-    answers = [one.choices[0].text for one in await asyncio.gather(*(ask(routed, i) for i in range(24)))]
+    expected = [
+        one.choices[0].text for one in await asyncio.gather(*(ask(direct, i) for i in range(24)))
+    ]
+    answers = [
+        one.choices[0].text for one in await asyncio.gather(*(ask(routed, i) for i in range(24)))
+    ]
     assert answers == expected
     assert min(server.gauge("requests_submitted_total") for server in servers) > 0
     again = asyncio.gather(*(ask(routed, i) for i in range(24)))
@@ -69,6 +100,7 @@ async def _use(url: str, servers: list[Server]) -> None:
         while not all(one["load"] for one in (await client.get(load)).json()["upstreams"]):
             await asyncio.sleep(0.01)
         servers[1].process.kill()
-        assert [one.choices[0].text for one in await again] == expected  # each once, whichever server was asked first
+        # each once, whichever server was asked first
+        assert [one.choices[0].text for one in await again] == expected
         states = (await client.get(load)).json()["upstreams"]
         assert [one["load"] for one in states] == [0, 0]

@@ -1,4 +1,5 @@
-"""Spellings of an admin's routes: with the key of a user none reaches one, at a server and through the router."""
+"""Spellings of an admin's routes: with the key of a user none reaches one, at a server and through
+the router."""
 
 from __future__ import annotations
 
@@ -39,17 +40,27 @@ def spellings(path: str) -> list[str]:
         path[:-1] + f"%{ord(path[-1]):02x}", path[:-1] + f"%25{ord(path[-1]):02X}", path[0] + f"%{ord(path[1]):02X}" + path[2:],
     ]  # fmt: skip
     ends = [before + path + after for before in BEFORE for after in ("", "#", "/", ";x")]
-    return [*ends, *(root + one for root in ("", ROOT) for one in (*(path + after for after in AFTER), *inner))]
+    return [
+        *ends,
+        *(
+            root + one
+            for root in ("", ROOT)
+            for one in (*(path + after for after in AFTER), *inner)
+        ),
+    ]
 
 
 @asynccontextmanager
 async def served(root_path: str, is_routed: bool) -> AsyncIterator[tuple[int, list[str]]]:
-    """A port, and the paths that reach the routes behind it. The router has an admin's key for its server."""
+    """A port, and the paths that reach the routes behind it. The router has an admin's key for its
+    server."""
     reached: list[str] = []
 
     async def app(scope, receive, send):
         reached.append(scope["path"])
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+        )
         await send({"type": "http.response.body"})
 
     called = RequestMiddleware(Guard(app, ACCESS), None)
@@ -57,9 +68,13 @@ async def served(root_path: str, is_routed: bool) -> AsyncIterator[tuple[int, li
         inner = RootPathMiddleware(called, root_path) if root_path else called
         port = await stack.enter_async_context(behind_our_protocol(inner))
         if is_routed:
-            router = Router([f"http://127.0.0.1:{port}"], ACCESS, upstream_key=ADMIN, check_every_s=60)
+            router = Router(
+                [f"http://127.0.0.1:{port}"], ACCESS, upstream_key=ADMIN, check_every_s=60
+            )
             await router.start()
-            server = await asyncio.get_running_loop().create_server(router.clients.make, "127.0.0.1", 0)
+            server = await asyncio.get_running_loop().create_server(
+                router.clients.make, "127.0.0.1", 0
+            )
             stack.callback(router.close)
             stack.callback(server.close)
             port = server.sockets[0].getsockname()[1]
@@ -100,7 +115,19 @@ def test_one_way_to_read_a_target():
         b"/llm/v1/models/a%2fb": "/llm/v1/models/a/b",
     }.items():  # fmt: skip
         assert path_of(target) == path
-    for target in (b"", b"*", b"x", b"?", b"/a b", b"/a#", b"/a?#", b"/a?\xe9", b"/a%2fb", b"/v1/models/%2e%2e/x", b"/%25"):
+    for target in (
+        b"",
+        b"*",
+        b"x",
+        b"?",
+        b"/a b",
+        b"/a#",
+        b"/a?#",
+        b"/a?\xe9",
+        b"/a%2fb",
+        b"/v1/models/%2e%2e/x",
+        b"/%25",
+    ):
         with pytest.raises(InvalidRequest):
             path_of(target)
 

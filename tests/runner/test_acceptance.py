@@ -1,4 +1,5 @@
-"""Acceptance of drafts: rejection gives the target's distribution (chi-square); draws with shared noise agree often."""
+"""Acceptance of drafts: rejection gives the target's distribution (chi-square); draws with shared
+noise agree often."""
 
 import numpy as np
 import pytest
@@ -17,20 +18,28 @@ SEEDS, POSITIONS = torch.full((NUM_DRAWS,), 42), torch.arange(NUM_DRAWS)
 Q_LOGITS = torch.tensor([0.5, 1.5, -1.0, 1.0, 2.0, -1.0, 0.0, -torch.inf])
 
 
-def draw(drafts_D: torch.Tensor, at: torch.Tensor = POSITIONS, q: torch.Tensor | None = None) -> torch.Tensor:
+def draw(
+    drafts_D: torch.Tensor, at: torch.Tensor = POSITIONS, q: torch.Tensor | None = None
+) -> torch.Tensor:
     """Many draws from LOGITS at consecutive positions; `at`: those that have a draft."""
     probs = {} if q is None else dict.fromkeys(range(len(at)), q.numpy())
-    return acceptance.draw(LOGITS.repeat(NUM_DRAWS, 1), Drafts(at.tolist(), drafts_D, probs), SEEDS, POSITIONS)
+    return acceptance.draw(
+        LOGITS.repeat(NUM_DRAWS, 1), Drafts(at.tolist(), drafts_D, probs), SEEDS, POSITIONS
+    )
 
 
 def check_rate(measured: torch.Tensor, rate: float) -> None:
     """Of that many trials; a limit that a right one passes 999,999 times in a million."""
-    assert abs(measured.double().mean().item() - rate) < 4.9 * (rate * (1 - rate) / measured.numel()) ** 0.5
+    assert (
+        abs(measured.double().mean().item() - rate)
+        < 4.9 * (rate * (1 - rate) / measured.numel()) ** 0.5
+    )
 
 
 @pytest.mark.parametrize("draft", [0, 2, 7])
 def test_a_guess(draft):
-    """Right with the probability that the target gives it, and the token has the target's distribution."""
+    """Right with the probability that the target gives it, and the token has the target's
+    distribution."""
     tokens = draw(torch.full((NUM_DRAWS,), draft))
     check(tokens, exact())
     check_rate(tokens == draft, float(exact()[draft]))
@@ -55,7 +64,8 @@ def test_drawn_drafts_of_which_nothing_else_is_known():
 
 
 def test_drafts_kept_back_because_of_what_they_are():
-    """A drafter that is not sure of a token offers none: the draw in its place must not follow the drafter's noise."""
+    """A drafter that is not sure of a token offers none: the draw in its place must not follow the
+    drafter's noise."""
     drafts = gumbel_argmax(Q_LOGITS.repeat(NUM_DRAWS, 1), SEEDS, POSITIONS).long()
     at = (drafts == 4).nonzero().flatten()
     check(draw(drafts[at], at), exact())
@@ -98,7 +108,9 @@ def test_the_distribution_is_what_the_parameters_make_of_it(settings, temperatur
 
 def test_grammar_masks_and_given_probabilities_reach_the_draw():
     places = [(1, 1 + i) for i in range(NUM_FEWER)]
-    drafts = gumbel_argmax(Q_LOGITS.repeat(NUM_FEWER, 1), SEEDS[:NUM_FEWER], torch.arange(NUM_FEWER) + 1).tolist()
+    drafts = gumbel_argmax(
+        Q_LOGITS.repeat(NUM_FEWER, 1), SEEDS[:NUM_FEWER], torch.arange(NUM_FEWER) + 1
+    ).tolist()
     sampler = sampler_of(drafts, SamplingParams(seed=42))
     sampler._state.masks = dict.fromkeys(places, np.array([0b01010111], np.int32))
     sampler._state.draft_probs = dict.fromkeys(places, Q_LOGITS.softmax(0).numpy())
@@ -109,7 +121,8 @@ def test_grammar_masks_and_given_probabilities_reach_the_draw():
 
 
 def test_a_token_depends_on_its_own_request_alone():
-    """The same drafts give the same tokens and logprobs, alone and among others, and the logprobs are of the raw logits."""
+    """The same drafts give the same tokens and logprobs, alone and among others, and the logprobs
+    are of the raw logits."""
     params = [
         SamplingParams(seed=9, temperature=0.7, top_k=5, logprobs=2),
         SamplingParams(temperature=0.0),
@@ -123,8 +136,12 @@ def test_a_token_depends_on_its_own_request_alone():
     sampler, places = Sampler(state, by_rejection=True), list(range(1, 42))
     alone = [sampler.sample(logits[row].clone(), [row] * 41, places) for row in range(3)]
     order = [2, 0, 1]
-    both = sampler.sample(logits[order].flatten(0, 1), [row for row in order for _ in places], places * 3)
-    assert both.token_ids.tolist() == [token for row in order for token in alone[row].token_ids.tolist()]
+    both = sampler.sample(
+        logits[order].flatten(0, 1), [row for row in order for _ in places], places * 3
+    )
+    assert both.token_ids.tolist() == [
+        token for row in order for token in alone[row].token_ids.tolist()
+    ]
     assert [both.logprobs[41 + i] for i in range(41)] == [alone[0].logprobs[i] for i in range(41)]
     assert torch.equal(alone[1].token_ids, logits[1].argmax(-1))  # greedy requests stay exact
     chosen = alone[0].token_ids
@@ -142,8 +159,8 @@ def test_broken_logits_fail_alone_where_a_draft_stands():
 
 
 def test_shared_noise_agrees_as_often_as_promised():
-    """Two draws with the same noise, one from p and one from q, are equal with probability sum_i 1 / sum_j max(p_j/p_i, q_j/q_i),
-    which is at least (1 - TV) / (1 + TV)."""
+    """Two draws with the same noise, one from p and one from q, are equal with probability sum_i 1
+    / sum_j max(p_j/p_i, q_j/q_i), which is at least (1 - TV) / (1 + TV)."""
     torch.manual_seed(0)
     num, num_pairs = 10_000, 60
     seeds, positions = torch.full((num,), 7), torch.arange(num)

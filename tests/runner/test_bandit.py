@@ -22,8 +22,9 @@ def play(bandit, chances, rounds, seed=1):
 
 
 def test_it_settles_on_the_chain_with_the_most_tokens_a_second():
-    # By hand: exit 1 twice gives (1 + 0.75 + 0.53) / (1 + 0.3 + 0.3) = 1.42; a third draft would give 2.44 / 1.9 = 1.28, one
-    # alone 1.75 / 1.3 = 1.35, exit 2 twice (1 + 0.8 + 0.6) / 1.9 = 1.26.
+    # By hand: exit 1 twice gives (1 + 0.75 + 0.53) / (1 + 0.3 + 0.3) = 1.42; a third draft would
+    # give 2.44 / 1.9 = 1.28, one alone 1.75 / 1.3 = 1.35, exit 2 twice (1 + 0.8 + 0.6) / 1.9 =
+    # 1.26.
     chances = [[0.3, 0.75, 0.8], [0.2, 0.7, 0.75], [0.1, 0.3, 0.35]]
     chains = play(ExitBandit(DRAFTS, STEPS), chances, 2000)
     assert Counter(chains[-400:]).most_common(1)[0][0] == (1, 1)
@@ -33,8 +34,12 @@ def test_it_settles_on_the_chain_with_the_most_tokens_a_second():
 
 def test_a_deeper_exit_is_worth_it_where_drafts_are_cheap():
     chances = [[0.3, 0.6, 0.9]]
-    assert Counter(play(ExitBandit([0.01, 0.02, 0.03], STEPS), chances, 1000)[-200:]).most_common(1)[0][0] == (2,)
-    assert Counter(play(ExitBandit([0.1, 0.2, 3.0], STEPS), chances, 1000)[-200:]).most_common(1)[0][0] == (1,)
+    assert Counter(play(ExitBandit([0.01, 0.02, 0.03], STEPS), chances, 1000)[-200:]).most_common(
+        1
+    )[0][0] == (2,)
+    assert Counter(play(ExitBandit([0.1, 0.2, 3.0], STEPS), chances, 1000)[-200:]).most_common(1)[
+        0
+    ][0] == (1,)
 
 
 def test_no_drafts_where_none_pays_and_still_a_trial_now_and_then():

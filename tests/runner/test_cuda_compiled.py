@@ -1,5 +1,6 @@
-"""Nothing is compiled after start, also with KV policies: launches of an engine noted instead of run, as in
-tests/kernels/test_cuda_specialization.py. Tokens are zeros, and what a step launches does not depend on them."""
+"""Nothing is compiled after start, also with KV policies: launches of an engine noted instead of
+run, as in tests/kernels/test_cuda_specialization.py. Tokens are zeros, and what a step launches
+does not depend on them."""
 
 import os
 import subprocess
@@ -55,10 +56,15 @@ with Zeros(), engines(folder, patch) as make:
 
 
 def test_steps_with_policies_need_no_kernels_that_start_has_not_made(tmp_path):
-    """With page tables that would begin at odd addresses if they were laid behind the tokens as they come."""
+    """With page tables that would begin at odd addresses if they were laid behind the tokens as
+    they come."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "model")], capture_output=True, text=True, env=environment, timeout=LONG_S
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=LONG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]

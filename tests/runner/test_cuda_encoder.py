@@ -1,4 +1,5 @@
-"""Encoders on the GPU's runner without a GPU, see test_cuda_runner.py: what the CPU's engine and Transformers say."""
+"""Encoders on the GPU's runner without a GPU, see test_cuda_runner.py: what the CPU's engine and
+Transformers say."""
 
 import pytest
 import torch
@@ -30,16 +31,26 @@ def texts(*lens):
 def encoder(on_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_encoder.CudaEncoder, "compile", lambda self: None)
     monkeypatch.setattr(cuda_encoder, "capture", lambda step, pool, run_first: Again(step))
-    monkeypatch.setattr(cuda_encoder, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2)
+    monkeypatch.setattr(
+        cuda_encoder, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2
+    )
 
     def make(path, **options):
-        return on_gpu(path, **{"max_context": 64, "token_budget": 64, "max_requests": 4, "kv_memory_bytes": 2**20} | options)
+        return on_gpu(
+            path,
+            **{"max_context": 64, "token_budget": 64, "max_requests": 4, "kv_memory_bytes": 2**20}
+            | options,
+        )
 
     return make
 
 
 @pytest.mark.parametrize(
-    "name", ["BertModel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MPNetModel", "RobertaModel"))]
+    "name",
+    [
+        "BertModel",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("MPNetModel", "RobertaModel")),
+    ],
 )
 def test_embeddings_equal_transformers_alone_and_among_others(name, encoder, tmp_path):
     num_layers = 2 if name == "BertModel" else 1  # layers use one place of the cache in turn
@@ -47,24 +58,37 @@ def test_embeddings_equal_transformers_alone_and_among_others(name, encoder, tmp
     core, asked = encoder(tmp_path), texts(1, 5, 33)
     together = pooled(core, asked, "mean")
     for key, ids in asked.items():
-        assert (torch.tensor(together[key]) - reference_embedding(reference, ids)).abs().max() < 1e-5
+        assert (
+            torch.tensor(together[key]) - reference_embedding(reference, ids)
+        ).abs().max() < 1e-5
     assert pooled(core, {"5": asked["5"]}, "mean")["5"] == together["5"]
     cls = pooled(core, {"1": asked["1"]}, "cls")["1"]
-    assert (torch.tensor(cls) - reference_embedding(reference, asked["1"], "cls")).abs().max() < 1e-5
+    assert (
+        torch.tensor(cls) - reference_embedding(reference, asked["1"], "cls")
+    ).abs().max() < 1e-5
     each = pooled(core, asked, "none", is_normalized=False)
     for key, ids in asked.items():
-        mean = torch.nn.functional.normalize(torch.tensor(each[key]).reshape(len(ids), -1).mean(0), dim=0)
+        mean = torch.nn.functional.normalize(
+            torch.tensor(each[key]).reshape(len(ids), -1).mean(0), dim=0
+        )
         assert (mean - reference_embedding(reference, ids)).abs().max() < 1e-5
 
 
 def test_scores_of_pairs_equal_the_cpus(encoder, monkeypatch, tmp_path):
     """Every kernel is run before the graphs are captured, as at a real start."""
     monkeypatch.setattr(cuda_encoder.CudaEncoder, "compile", COMPILE)
-    make_encoder(tmp_path, "BertForSequenceClassification", num_labels=1, type_vocab_size=2, **SMALL)
+    make_encoder(
+        tmp_path, "BertForSequenceClassification", num_labels=1, type_vocab_size=2, **SMALL
+    )
     asked = texts(4, 20)
-    on_cpu, made = make_core(load_model(tmp_path), max_requests=4), encoder(tmp_path, token_budget=64)
+    on_cpu, made = (
+        make_core(load_model(tmp_path), max_requests=4),
+        encoder(tmp_path, token_budget=64),
+    )
     for pair_start in (0, 2):
-        expected, scores = (pooled(core, asked, "score", pair_start=pair_start) for core in (on_cpu, made))
+        expected, scores = (
+            pooled(core, asked, "score", pair_start=pair_start) for core in (on_cpu, made)
+        )
         for key, [score] in scores.items():
             assert abs(score - expected[key][0]) < 1e-5
     assert pooled(made, {"4": asked["4"]}, "score", pair_start=2)["4"] == scores["4"]
@@ -73,7 +97,9 @@ def test_scores_of_pairs_equal_the_cpus(encoder, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_heads_that_no_kernel_takes_go_to_flex_attention(encoder, monkeypatch, tmp_path):
     reference = make_encoder(tmp_path, "BertModel", **SMALL | {"hidden_size": 24})
-    monkeypatch.setattr(cuda_encoder, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))
+    monkeypatch.setattr(
+        cuda_encoder, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False)
+    )
     core, asked = encoder(tmp_path), texts(3, 20)
     [event] = [event for event in core.take_events() if isinstance(event, KernelsFellBack)]
     assert "not of 12" in event.reason
@@ -109,4 +135,6 @@ def test_sums_of_tokens():
     spans = torch.tensor([(0, 1), (1, 16), (17, 40), (59, 1), (0, 0)], dtype=torch.int32)
     made = pool(hidden, spans)
     assert torch.allclose(made, pool_reference(hidden, spans), rtol=1e-12)
-    assert torch.equal(pool(hidden[17:].contiguous(), torch.tensor([(0, 40)], dtype=torch.int32))[0], made[2])
+    assert torch.equal(
+        pool(hidden[17:].contiguous(), torch.tensor([(0, 40)], dtype=torch.int32))[0], made[2]
+    )

@@ -1,4 +1,5 @@
-"""Captures of CUDA graphs. No GPU is needed: what stands in for torch's capture looks at what goes on around it."""
+"""Captures of CUDA graphs. No GPU is needed: what stands in for torch's capture looks at what goes
+on around it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class _Cycle:
         self.destroyed.append("while capturing")
 
 
-def test_graphs_of_an_engine_that_is_gone_are_not_destroyed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_an_engine_that_is_gone_are_not_destroyed_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     destroyed: list[str] = []
     seen: list[list[str]] = []
 

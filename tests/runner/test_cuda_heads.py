@@ -1,5 +1,5 @@
-"""Heads and trees of drafts on the GPU's runner, whose kernels are interpreted (test_cuda_runner.py): tokens and logprobs have
-the bits that they have without drafts."""
+"""Heads and trees of drafts on the GPU's runner, whose kernels are interpreted
+(test_cuda_runner.py): tokens and logprobs have the bits that they have without drafts."""
 
 import numpy as np
 import pytest
@@ -17,10 +17,17 @@ from tidemill.sched.plan import StepItem
 from tidemill.types.events import DraftsVerified
 from tidemill.types.sampling import SamplingParams
 
-SETTINGS = {"medusa": {"num_heads": 3}, "eagle": {"num_heads": 2, "window": 24}, "exit": {"layer": 1, "rank": 8}}
+SETTINGS = {
+    "medusa": {"num_heads": 3},
+    "eagle": {"num_heads": 2, "window": 24},
+    "exit": {"layer": 1, "rank": 8},
+}
 REQUESTS = {
     "over a split": (ids(29, 1), greedy(12, logprobs=2)),  # which ends at 32
-    "seeded": (ids(9, 2), SamplingParams(temperature=0.9, seed=4, top_k=20, max_tokens=8, logprobs=1)),
+    "seeded": (
+        ids(9, 2),
+        SamplingParams(temperature=0.9, seed=4, top_k=20, max_tokens=8, logprobs=1),
+    ),
 }
 
 
@@ -48,8 +55,12 @@ def verified_by(core):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["medusa", "eagle", "eagle-tree", "exit"])
 def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
-    """Alone and beside prompts, which come in chunks; greedy, seeded, and with penalties, for which drafts are chains."""
-    asked = {"over a split": REQUESTS["over a split"], "avoids": (ids(7, 3), greedy(4, repetition_penalty=1.3))}
+    """Alone and beside prompts, which come in chunks; greedy, seeded, and with penalties, for which
+    drafts are chains."""
+    asked = {
+        "over a split": REQUESTS["over a split"],
+        "avoids": (ids(7, 3), greedy(4, repetition_penalty=1.3)),
+    }
     without = run(on_gpu(speculate="off"), asked)
     core = on_gpu(speculate=name, draft_heads=heads[name], adaptive_drafts=False, max_drafts=4)
     verified = verified_by(core)
@@ -61,7 +72,8 @@ def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"token_budget": 12, "max_requests": 2}])
 def test_trees_change_nothing(on_gpu, heads, options):  # noqa: F811
-    """Of any shape, over the ends of pages and splits; what is right is found on any branch, and goes on from there."""
+    """Of any shape, over the ends of pages and splits; what is right is found on any branch, and
+    goes on from there."""
     without = run(on_gpu(speculate="off", **options), REQUESTS)
     core = on_gpu(speculate="medusa", draft_heads=heads["medusa"], **options)
     known = {tuple(prompt): without[name].tokens for name, (prompt, _) in REQUESTS.items()}
@@ -72,14 +84,22 @@ def test_trees_change_nothing(on_gpu, heads, options):  # noqa: F811
 
 
 def test_what_a_tree_reads():
-    """Each draft its own splits from where the tree begins, its ancestors in their order; the known part is shared."""
-    items = [StepItem(0, 0, 40, 5, True, 0, num_drafts=4), StepItem(1, 1, 3, 1, True, 0), StepItem(2, 2, 600, 4, True, 0, 3)]
+    """Each draft its own splits from where the tree begins, its ancestors in their order; the known
+    part is shared."""
+    items = [
+        StepItem(0, 0, 40, 5, True, 0, num_drafts=4),
+        StepItem(1, 1, 3, 1, True, 0),
+        StepItem(2, 2, 600, 4, True, 0, 3),
+    ]
     table = np.array([part for item in items for part in parts(item)], np.int32)
     trees = CudaTrees(32, 6, torch.device("cpu"))
     bases = trees.write(items, table, {0: [-1, -1, 0, 2], 2: [-1, -1, 1]})
     assert table[:, 1].tolist() == [40, 41, 41, 42, 43, 3, 600, 601, 601, 602]
     assert trees.places[:10].tolist() == [40, 41, 42, 43, 44, 3, 600, 601, 602, 603]
-    assert [row[:4] for row in trees.paths[[4, 9]].tolist()] == [[41, 41, 43, 44], [601, 602, 603, 2**30]]
+    assert [row[:4] for row in trees.paths[[4, 9]].tolist()] == [
+        [41, 41, 43, 44],
+        [601, 602, 603, 2**30],
+    ]
     assert trees.paths[[0, 5, 6], 0].tolist() == [2**30] * 3
     pages = np.arange(3 * 16, dtype=np.int32).reshape(3, 16) + 1
     work = make_work(table[:, :3], table[:, 3].astype(bool), [pages], 4, 32, 1, bases)

@@ -1,5 +1,5 @@
-"""Rows of embeddings on the GPU's runner, its kernels interpreted: what the CPU's engine says, and the
-same bits however a prompt is cut and whoever is in the batch."""
+"""Rows of embeddings on the GPU's runner, its kernels interpreted: what the CPU's engine says, and
+the same bits however a prompt is cut and whoever is in the batch."""
 
 import pytest
 
@@ -38,5 +38,7 @@ def test_vectors_on_the_gpu_are_those_of_the_cpu(engines_of_vectors, folder):  #
     assert_same(together, expected)
     assert run(core, {"one": REQUESTS["one"]})["one"] == together["one"]  # from the prefix cache
     assert run(engines_of_vectors(), {"one": REQUESTS["one"]})["one"] == together["one"]
-    cut = run(engines_of_vectors(token_budget=16), {"one": request(greedy(4, logprobs=2), EMBEDDINGS)})
+    cut = run(
+        engines_of_vectors(token_budget=16), {"one": request(greedy(4, logprobs=2), EMBEDDINGS)}
+    )
     assert cut["one"] == together["one"]

@@ -1,4 +1,5 @@
-"""The GPU's runner with 8-bit keys and values, interpreted: what it says is what it says in any other company."""
+"""The GPU's runner with 8-bit keys and values, interpreted: what it says is what it says in any
+other company."""
 
 import pytest
 
@@ -10,7 +11,10 @@ from tidemill.errors import ConfigError
 
 __all__ = ["on_gpu"]
 COMMON = ids(34, 1)
-REQUESTS = {"one": ([*COMMON, 8], greedy(2, logprobs=1)), "other": ([*COMMON, 9, 10], greedy(2, logprobs=1))}
+REQUESTS = {
+    "one": ([*COMMON, 8], greedy(2, logprobs=1)),
+    "other": ([*COMMON, 9, 10], greedy(2, logprobs=1)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,8 @@ def said(answers, name):
 
 @pytest.mark.slow
 def test_fp8_in_any_company(on_gpu):
-    """Among others, from pages in the prefix cache, alone in chunks of 16: equal bits; and near what bfloat16 has."""
+    """Among others, from pages in the prefix cache, alone in chunks of 16: equal bits; and near
+    what bfloat16 has."""
     core = on_gpu(kv_dtype="fp8")
     page_bytes = core.runner.cache[0].numel() * core.runner.cache.element_size()
     assert page_bytes == 2 * 16 * (32 + 2) == core.config.kv_bytes // core.config.num_pages
@@ -53,7 +58,10 @@ def test_int8_says_what_the_cpu_says(folder, on_gpu):
 
 
 def test_flash_attention_is_not_asked(on_gpu):
-    assert on_gpu(kv_dtype="fp8", fast_math=True).runner.flash.why == "it does not read keys and values with scales"
+    assert (
+        on_gpu(kv_dtype="fp8", fast_math=True).runner.flash.why
+        == "it does not read keys and values with scales"
+    )
 
 
 def test_what_a_gpu_does_not_have_is_refused(on_gpu, tmp_path):
@@ -61,6 +69,13 @@ def test_what_a_gpu_does_not_have_is_refused(on_gpu, tmp_path):
         on_gpu(kv_dtype="kvquant4")
     with pytest.raises(ConfigError, match="at least 64 dimensions"):
         on_gpu(kv_dtype="int4")
-    make_llama(tmp_path, vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2)
+    make_llama(
+        tmp_path,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     with pytest.raises(ConfigError, match="at least 32 dimensions"):
         on_gpu(tmp_path, kv_dtype="fp8")

@@ -1,4 +1,5 @@
-"""KV policies on the GPU's runner, interpreted: what the CPU's engine says, in any company, and nobody else changes by a bit."""
+"""KV policies on the GPU's runner, interpreted: what the CPU's engine says, in any company, and
+nobody else changes by a bit."""
 
 import pytest
 
@@ -29,10 +30,15 @@ def asks(kind, num=6):
 
 
 @pytest.mark.parametrize(
-    "kind", ["streaming", *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming")]
+    "kind",
+    [
+        "streaming",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming"),
+    ],
 )
 def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):  # noqa: F811
-    """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other chunks: equal bits."""
+    """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other
+    chunks: equal bits."""
     other, plain = ids(20, 9), greedy(3, logprobs=1, ignore_eos=True)
     core = on_gpu(token_budget=48, kv_policy="full")
     both = run(core, {"x": (PROMPT, asks(kind)), "y": (other, plain)})
@@ -41,7 +47,9 @@ def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):  # noqa: F811
     for name in both:
         assert both[name].tokens == theirs[name].tokens
         assert said(both[name])[1] == pytest.approx(said(theirs[name])[1], abs=1e-3)
-    assert said(run(on_gpu(token_budget=16, kv_policy="full"), {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
+    assert said(
+        run(on_gpu(token_budget=16, kv_policy="full"), {"x": (PROMPT, asks(kind))})["x"]
+    ) == said(both["x"])
     assert said(run(core, {"y": (other, plain)})["y"]) == said(both["y"])
     assert said(run(core, {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
 
@@ -50,7 +58,9 @@ def test_a_policy_that_keeps_more_than_there_is_memory_for_is_refused(on_gpu):  
     """Sinks are kept as they were in the beginning, beside the pages."""
     core = on_gpu(kv_policy="full", kv_memory_bytes=2**15)
     many = {"kind": "streaming", "sinks": 100, "recent": 20}
-    with pytest.raises(InvalidRequest, match=r"streaming would keep .* beside the pages of this request; all have") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"streaming would keep .* beside the pages of this request; all have"
+    ) as caught:
         core.submit(Submit("x", PROMPT, greedy(76, kv_policy=many)))
     assert caught.value.param == "kv_policy"
     core.submit(Submit("y", PROMPT, greedy(76, kv_policy=many | {"sinks": 4})))

@@ -1,4 +1,5 @@
-"""Ranks that share a model with experts on GPUs, with interpreted kernels on a CPU: ranks are threads, and take turns."""
+"""Ranks that share a model with experts on GPUs, with interpreted kernels on a CPU: ranks are
+threads, and take turns."""
 
 from dataclasses import replace
 
@@ -19,12 +20,20 @@ from tidemill.weights.checkpoint import open_checkpoint
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("family", ["Qwen2Moe", pytest.param("GptOss", marks=pytest.mark.slow)])  # a shared expert; biases
+# a shared expert; biases
+@pytest.mark.parametrize("family", ["Qwen2Moe", pytest.param("GptOss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("expert_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_on_two_ranks(family, expert_parallel, tmp_path):
-    make_experts(family, **SMALL | {"num_key_value_heads": 2}, intermediate_size=32).save_pretrained(tmp_path)
-    asked = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
-    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off"), asked)
+    make_experts(
+        family, **SMALL | {"num_key_value_heads": 2}, intermediate_size=32
+    ).save_pretrained(tmp_path)
+    asked = {
+        "long": (ids(20, 2), greedy(2, logprobs=1)),
+        "short": ([5, 6, 7], greedy(2, logprobs=1)),
+    }
+    expected = run(
+        make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off"), asked
+    )
     checkpoint = open_checkpoint(tmp_path)
     cls = model_class(checkpoint)
     shape = cls.read_config(checkpoint)

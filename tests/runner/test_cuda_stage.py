@@ -1,4 +1,5 @@
-"""Stages of a pipeline on a GPU, with interpreted kernels on a CPU: two runners that hand hidden states on, and what one says."""
+"""Stages of a pipeline on a GPU, with interpreted kernels on a CPU: two runners that hand hidden
+states on, and what one says."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -49,7 +50,8 @@ class TwoStages:
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_gpu")
 def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", lambda self: None)  # slow where kernels are interpreted
+    # slow where kernels are interpreted
+    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", lambda self: None)
     asked = {
         "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
         "long": (ids(45, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
@@ -60,15 +62,26 @@ def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F
     shape = cls.read_config(checkpoint)
     world = World(1, (1, 2))
     options = EngineOptions(
-        device="cuda", kv_memory_bytes=2**22, max_requests=8, token_budget=32, max_context=128, pipeline_parallel=2
+        device="cuda",
+        kv_memory_bytes=2**22,
+        max_requests=8,
+        token_budget=32,
+        max_context=128,
+        pipeline_parallel=2,
     )
     here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36, num_gpus=1)
     layers, reason = decide_stages(options, shape, here)
-    config = resolve(options, shape, here, stages=[kv_layers(shape, world.stage(rank)) for rank in range(2)])
-    config = replace(config, pipeline_layers=layers, reasons=config.reasons | {"pipeline_layers": reason})
+    config = resolve(
+        options, shape, here, stages=[kv_layers(shape, world.stage(rank)) for rank in range(2)]
+    )
+    config = replace(
+        config, pipeline_layers=layers, reasons=config.reasons | {"pipeline_layers": reason}
+    )
     door = Door(str(tmp_path / "stage"), b"0123456789abcdef")
     with ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(connect, str(tmp_path / "stage"), b"0123456789abcdef", "first", 60.0)
+        coming = threads.submit(
+            connect, str(tmp_path / "stage"), b"0123456789abcdef", "first", 60.0
+        )
         first_end = door.accept("last", 60.0)
         last_end = coming.result()
     runners = []
@@ -79,7 +92,8 @@ def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F
         runners.append(make_cuda_runner(model, own, PipelineStage(model, own, stage, *ends)))
     core = core_of(model, config, group=TwoStages(*runners), whole=shape)
     assert_same(run(core, asked), expected)
-    assert_same(run(core, {"long": asked["long"]}), {"long": expected["long"]})  # from the prefix cache
+    # from the prefix cache
+    assert_same(run(core, {"long": asked["long"]}), {"long": expected["long"]})
     for channel in (first_end, last_end):
         channel.close()
     door.close()

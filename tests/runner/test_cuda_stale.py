@@ -1,5 +1,6 @@
-"""The GPU's runner, interpreted, in memory that is not a number wherever a sequence has not written: fresh buffers, the null
-page, and pages when they are taken. Nothing of it may reach a token, whichever features meet."""
+"""The GPU's runner, interpreted, in memory that is not a number wherever a sequence has not
+written: fresh buffers, the null page, and pages when they are taken. Nothing of it may reach a
+token, whichever features meet."""
 
 import pytest
 import torch
@@ -20,13 +21,20 @@ from tidemill.types.sampling import SamplingParams
 
 COMMON = ids(48, 21)
 REQUESTS = {  # which share a prefix longer than any window, and fork
-    "forks": ([*COMMON, 3, 4, 5], SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=5, logprobs=1)),
+    "forks": (
+        [*COMMON, 3, 4, 5],
+        SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=5, logprobs=1),
+    ),
     "shares": ([*COMMON, 9], greedy(7, logprobs=1)),
     "other": (ids(50, 6), greedy(4, logprobs=1)),
 }
 WINDOWS = {
     "Mistral": {"sliding_window": 20},
-    "Gemma2": {"sliding_window": 20, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    "Gemma2": {
+        "sliding_window": 20,
+        "head_dim": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
 }
 ABOUT_HEADS = {"least_probability": 0.0, "draft_cost": 0.1, "step_costs": [1.0, 1.01]}
 NAN = float("nan")
@@ -37,8 +45,17 @@ class Stale(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         made = func(*args, **kwargs or {})
-        if func in (torch.empty, torch.empty_like, torch.Tensor.new_empty) and made.device.type == "cpu":
-            made.fill_(NAN if made.is_floating_point() else -77 if made.dtype in (torch.int32, torch.int64) else 1)
+        if (
+            func in (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+            and made.device.type == "cpu"
+        ):
+            made.fill_(
+                NAN
+                if made.is_floating_point()
+                else -77
+                if made.dtype in (torch.int32, torch.int64)
+                else 1
+            )
         return made
 
 
@@ -46,7 +63,11 @@ class Stale(TorchFunctionMode):
 def stale(on_gpu, monkeypatch):  # noqa: F811
     taken, take, take_all = set(), PagePool.take, PagePool.take_all
     monkeypatch.setattr(PagePool, "take", lambda self: (page := take(self), taken.add(page))[0])
-    monkeypatch.setattr(PagePool, "take_all", lambda self, num: (pages := take_all(self, num), taken.update(pages))[0])
+    monkeypatch.setattr(
+        PagePool,
+        "take_all",
+        lambda self, num: (pages := take_all(self, num), taken.update(pages))[0],
+    )
     change = cuda_runner.CudaRunner.change_pages
 
     @torch.inference_mode()
@@ -71,14 +92,26 @@ def stale(on_gpu, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "how"), [("Gemma2", "drafts"), ("Gemma2", "trees"), ("Mistral", "halves")])
+@pytest.mark.parametrize(
+    ("family", "how"), [("Gemma2", "drafts"), ("Gemma2", "trees"), ("Mistral", "halves")]
+)
 def test_windows(family, how, stale, monkeypatch, tmp_path):
     make_family(family, **SMALL | WINDOWS[family]).save_pretrained(tmp_path)
-    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128, page_size=16), REQUESTS)
-    known, options = {tuple(prompt): expected[name].tokens for name, (prompt, _) in REQUESTS.items()}, {"speculate": "off"}
+    expected = run(
+        make_core(load_model(tmp_path), max_requests=8, max_context=128, page_size=16), REQUESTS
+    )
+    known, options = (
+        {tuple(prompt): expected[name].tokens for name, (prompt, _) in REQUESTS.items()},
+        {"speculate": "off"},
+    )
     if how == "trees":
         head = new_head("medusa", 32, {"num_heads": 3}).requires_grad_(False)
-        save_draft(tmp_path / "heads", head, Target(load_model(tmp_path), torch.arange(2, 64, 2)), ABOUT_HEADS)
+        save_draft(
+            tmp_path / "heads",
+            head,
+            Target(load_model(tmp_path), torch.arange(2, 64, 2)),
+            ABOUT_HEADS,
+        )
         options = {"speculate": "medusa", "draft_heads": str(tmp_path / "heads")}
     elif how == "halves":
         monkeypatch.setattr(lanes, "new_context", OnCpu)

@@ -1,4 +1,5 @@
-"""Weights that are streamed to a GPU, without a GPU: host memory and the device's are both the CPU's."""
+"""Weights that are streamed to a GPU, without a GPU: host memory and the device's are both the
+CPU's."""
 
 import contextlib
 import random
@@ -100,7 +101,9 @@ def test_layers_from_host_memory_give_the_same_bits(tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused(folder, given, says):  # noqa: F811
     checkpoint = open_checkpoint(folder)
     shape = model_class(checkpoint).read_config(checkpoint)
-    here = replace(machine.detect(), available_bytes=given.pop("available_bytes", 2**36), kernels="")
+    here = replace(
+        machine.detect(), available_bytes=given.pop("available_bytes", 2**36), kernels=""
+    )
     options = EngineOptions(**{"device": "cuda", "weight_memory_bytes": 250_000} | given)
     setup = {"options": options, "model": shape, "machine": here, "device": "cuda"}
 
@@ -120,7 +123,8 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
     expected = run(on_gpu(**given), REQUESTS)
     monkeypatch.setattr(cuda_graphs, "capture", None)  # nothing is captured
-    core = on_gpu(**given, weight_memory_bytes=100_000)  # two layers of six, in the float32 that stands for bfloat16
+    # two layers of six, in the float32 that stands for bfloat16
+    core = on_gpu(**given, weight_memory_bytes=100_000)
     streaming = core.runner.model.streaming
     assert streaming.fixed_bytes < streaming.held_bytes <= 100_000 < streaming.streamed_bytes
     (event,) = (event for event in core.take_events() if isinstance(event, KernelsFellBack))
@@ -133,16 +137,32 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
 @pytest.mark.slow  # kernels are interpreted
 def test_neurons_are_divided_and_steps_are_captured(on_gpu, tmp_path):  # noqa: F811
     """With the gates of cold neurons on the GPU, and in host memory."""
-    make_llama(tmp_path, **SMALL | {"num_hidden_layers": 2, "intermediate_size": 192, "hidden_act": "relu", "mlp_bias": True})
+    make_llama(
+        tmp_path,
+        **SMALL
+        | {
+            "num_hidden_layers": 2,
+            "intermediate_size": 192,
+            "hidden_act": "relu",
+            "mlp_bias": True,
+        },
+    )
     (tmp_path / "often").mkdir()
-    save_file({f"frequency.{layer}": torch.rand(192) for layer in range(2)}, tmp_path / "often" / TENSORS)
+    save_file(
+        {f"frequency.{layer}": torch.rand(192) for layer in range(2)}, tmp_path / "often" / TENSORS
+    )
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
     whole = on_gpu(**given)
     expected, row = run(whole, REQUESTS), 2 * 2 * 32  # bytes of a row of one matrix, in both layers
-    for num_left_out, where in ((2 * 100, "their gates are on the GPU"), (3 * 120, "their gates, too")):
+    for num_left_out, where in (
+        (2 * 100, "their gates are on the GPU"),
+        (3 * 120, "their gates, too"),
+    ):
         budget = whole.config.weight_bytes - num_left_out * row
         core = on_gpu(**given, weight_memory_bytes=budget, hot_neurons=str(tmp_path / "often"))
-        assert "64 of the 192 neurons of each layer on the GPU" in core.config.reasons["hot_neurons"]
+        assert (
+            "64 of the 192 neurons of each layer on the GPU" in core.config.reasons["hot_neurons"]
+        )
         assert where in core.config.reasons["hot_neurons"]
         assert "CUDA graphs" not in core.runner.fallback
         found = run(core, REQUESTS)
@@ -156,7 +176,9 @@ def test_neurons_are_divided_and_steps_are_captured(on_gpu, tmp_path):  # noqa: 
 def test_experts_give_the_same_bits(on_gpu, tmp_path, monkeypatch, family):  # noqa: F811
     """A shared one, and biases, too."""
     every = {"decoder_sparse_step": 1} if family == "Qwen3Moe" else {}
-    make_experts(family, **SMALL | {"num_hidden_layers": 3, "intermediate_size": 32} | every).save_pretrained(tmp_path)
+    make_experts(
+        family, **SMALL | {"num_hidden_layers": 3, "intermediate_size": 32} | every
+    ).save_pretrained(tmp_path)
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
     whole, requests = on_gpu(**given), {"greedy": REQUESTS["greedy"]}
     expected, total = run(whole, requests), resident_bytes(whole.runner.model)
@@ -175,7 +197,8 @@ def test_experts_give_the_same_bits(on_gpu, tmp_path, monkeypatch, family):  # n
 @pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize("gate_is_on_gpu", [True, False])
 def test_the_exchange_with_the_host_gives_the_hosts_sums(monkeypatch, gate_is_on_gpu):
-    """More rows than go at once, of which the last only fill up. Streams do at once what they are given."""
+    """More rows than go at once, of which the last only fill up. Streams do at once what they are
+    given."""
 
     class Driver:
         def __init__(self, device):
@@ -196,7 +219,12 @@ def test_the_exchange_with_the_host_gives_the_hosts_sums(monkeypatch, gate_is_on
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(host_neurons, "Driver", Driver)
     torch.manual_seed(2)
-    gate, up, down, bias = torch.randn(72, 40), torch.randn(72, 40), torch.randn(40, 72), torch.randn(72) - 14
+    gate, up, down, bias = (
+        torch.randn(72, 40),
+        torch.randn(72, 40),
+        torch.randn(40, 72),
+        torch.randn(72) - 14,
+    )
     cold = GivenNeurons(up, down, "relu2", None, None if gate_is_on_gpu else (gate, bias))
     own = pack_linear(gate, bias) if gate_is_on_gpu else None
     with test_cuda_runner.OnCpu():

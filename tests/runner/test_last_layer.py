@@ -1,4 +1,5 @@
-"""The last layer for the tokens that are read alone: the same bits as for all of them, on a CPU and in the GPU's runner."""
+"""The last layer for the tokens that are read alone: the same bits as for all of them, on a CPU and
+in the GPU's runner."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from tests.runner.test_cuda_runner import REQUESTS, folder, ids, on_gpu  # noqa:
 from tidemill.runner import cpu_kinds, cuda_last
 
 PLAIN = {name: REQUESTS[name] for name in ("long", "avoids", "one", "other", "several")}
-POOLED = {"mean": (ids(50, 11), greedy(1, pooling="mean")), "last": (ids(45, 12), greedy(1, pooling="last"))}
+POOLED = {
+    "mean": (ids(50, 11), greedy(1, pooling="mean")),
+    "last": (ids(45, 12), greedy(1, pooling="last")),
+}
 
 
 def count(monkeypatch, owner, name):
@@ -20,7 +24,9 @@ def count(monkeypatch, owner, name):
     seen, plain = [], getattr(owner, name)
 
     def counted(self, *given):
-        seen.append(len(given[1]) if owner is cpu_kinds.LastLayerApart else given[1][1] - given[1][0])
+        seen.append(
+            len(given[1]) if owner is cpu_kinds.LastLayerApart else given[1][1] - given[1][0]
+        )
         return plain(self, *given)
 
     monkeypatch.setattr(owner, name, counted)
@@ -36,7 +42,8 @@ def assert_same_bits(core, other, requests):
 
 
 def test_on_a_cpu(folder, monkeypatch):  # noqa: F811
-    """Chunks, prompts that end beside sequences that decode, several samples, what is asked about prompts, a cached prefix."""
+    """Chunks, prompts that end beside sequences that decode, several samples, what is asked about
+    prompts, a cached prefix."""
     seen = count(monkeypatch, cpu_kinds.LastLayerApart, "forward")
     model = load_model(folder)
     core, whole = (make_core(model, max_requests=8, token_budget=40) for _ in range(2))
@@ -59,7 +66,11 @@ def test_families(family, tmp_path, monkeypatch):
     model = load_model(tmp_path)
     core, whole = (make_core(model, max_requests=8, token_budget=40) for _ in range(2))
     whole.runner.kinds = [whole.runner.whole]
-    assert_same_bits(core, whole, {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))})
+    assert_same_bits(
+        core,
+        whole,
+        {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))},
+    )
     assert bool(seen) == (family != "Olmo2")
 
 
@@ -67,9 +78,15 @@ def test_families(family, tmp_path, monkeypatch):
 def test_families_with_experts(family, tmp_path):
     make_experts(family).save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    core, whole = (make_core(model, max_requests=8, token_budget=40, speculate="off") for _ in range(2))
+    core, whole = (
+        make_core(model, max_requests=8, token_budget=40, speculate="off") for _ in range(2)
+    )
     whole.runner.kinds = [whole.runner.whole]
-    assert_same_bits(core, whole, {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))})
+    assert_same_bits(
+        core,
+        whole,
+        {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))},
+    )
 
 
 def test_adapters(folder, tmp_path, monkeypatch):  # noqa: F811
@@ -86,12 +103,21 @@ def test_adapters(folder, tmp_path, monkeypatch):  # noqa: F811
 
 
 def test_drafts_beside_prompts(folder, monkeypatch):  # noqa: F811
-    requests = {"loops": ([7, 8, 9] * 6, greedy(9)), "long": (ids(150, 2), greedy(2)), "other": (ids(90, 3), greedy(2))}
+    requests = {
+        "loops": ([7, 8, 9] * 6, greedy(9)),
+        "long": (ids(150, 2), greedy(2)),
+        "other": (ids(90, 3), greedy(2)),
+    }
     seen = count(monkeypatch, cpu_kinds.LastLayerApart, "forward")
     model = load_model(folder)
     expected = run(make_core(model, max_requests=8, token_budget=40, speculate="off"), requests)
-    drafter = Guesser({tuple(prompt): expected[name].tokens for name, (prompt, _) in requests.items()}, 0.6)
-    assert run(guess_with(make_core(model, max_requests=8, token_budget=40), drafter), requests) == expected
+    drafter = Guesser(
+        {tuple(prompt): expected[name].tokens for name, (prompt, _) in requests.items()}, 0.6
+    )
+    assert (
+        run(guess_with(make_core(model, max_requests=8, token_budget=40), drafter), requests)
+        == expected
+    )
     assert max(seen) > 3
 
 

@@ -1,4 +1,5 @@
-"""Adapters in the GPU's runner, its kernels interpreted: what it says is what the CPU's engine says."""
+"""Adapters in the GPU's runner, its kernels interpreted: what it says is what the CPU's engine
+says."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tidemill.layers import norm
 
 
 def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
-    """Prompts and single tokens, two adapters and none in one step; a request alone has the same bits."""
+    """Prompts and single tokens, two adapters and none in one step; a request alone has the same
+    bits."""
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(norm, "add_rms_norm", cuda_norm.add_rms_norm)  # it adds what adapters do
@@ -36,7 +38,9 @@ def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
             core.part(AdapterStore).load_now(number, f"a{number}", str(path))
         return core
 
-    with mock.patch.object(CudaLora, "_add_up", autospec=True, side_effect=CudaLora._add_up) as added_up:
+    with mock.patch.object(
+        CudaLora, "_add_up", autospec=True, side_effect=CudaLora._add_up
+    ) as added_up:
         together = ask(engine(), requests)
     assert added_up.called  # the kernel behind gate and up multiplies for `down`
     for name, answer in together.items():

@@ -1,11 +1,17 @@
-"""Steps in two halves, on the GPU's runner without a GPU: the same answers as whole ones, and only where a trial is faster."""
+"""Steps in two halves, on the GPU's runner without a GPU: the same answers as whole ones, and only
+where a trial is faster."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import run
-from tests.runner.test_cuda_runner import REQUESTS, Again, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
+from tests.runner.test_cuda_runner import (
+    REQUESTS,
+    Again,
+    OnCpu,
+    assert_same,
+)
 from tidemill.config import EngineOptions
 from tidemill.config.compute import decide_nano_batching
 from tidemill.errors import ConfigError
@@ -18,28 +24,37 @@ from tidemill.types.events import NanoBatchingTried
 
 
 @pytest.fixture
-def in_halves(on_gpu, monkeypatch):  # noqa: F811
+def in_halves(on_gpu, monkeypatch):
     monkeypatch.setattr(lanes, "new_context", OnCpu)
     return on_gpu
 
 
 @pytest.mark.slow
-def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):  # noqa: F811
+def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):
     """Prompts, decoding sequences and a shared prefix among them."""
     cut = []
-    monkeypatch.setattr(cuda_microbatches, "make_microbatches", lambda *given: cut.append(given[2]) or make_microbatches(*given))
+    monkeypatch.setattr(
+        cuda_microbatches,
+        "make_microbatches",
+        lambda *given: cut.append(given[2]) or make_microbatches(*given),
+    )
     core = in_halves(nano_batching="on")
     assert_same(run(core, REQUESTS), expected)
     assert {1, 16} <= set(cut), "of decoding sequences, and of prompts"
     assert len(core.runner.microbatches.graphs) == 2 * len(core.runner.microbatches.cuts)
 
 
-@pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
+@pytest.mark.parametrize(
+    ("halves_ms", "is_same", "is_taken"),
+    [(9.7, True, True), (9.9, True, False), (5.0, False, False)],
+)
 def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
     seen, used = [], []
 
     def captured(step, pool, run_first):
-        assert not any(buffers.metadata.any() for buffers in used), "a graph is captured with no work to do"
+        assert not any(buffers.metadata.any() for buffers in used), (
+            "a graph is captured with no work to do"
+        )
         return Again(step)
 
     def timed(replay, graph, work):
@@ -80,7 +95,12 @@ def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
         graph.out = torch.zeros(1)
         return 10.0
 
-    for name, value in {"time_replay": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
+    for name, value in {
+        "time_replay": timed,
+        "_DECODE": (4, 8),
+        "_MIXED": (32,),
+        "_CONTEXT": 40,
+    }.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert not any(trial.is_taken for trial in core.runner.nano)
@@ -105,25 +125,41 @@ def test_a_cut_prompt_and_slots_of_both_halves():
     assert np.array_equal(work.last, whole.last)
     assert work.prompts[:, :4].tolist() == [[2, 3, 0, 2]]
     assert second.prompts[:, :4].tolist() == [[0, 4, 3, 2]]
-    used = [int(one[SINGLE_SLOT.value]) + i for one in (*work.singles, *second.singles) for i in range(one[SINGLE_SPLITS.value])]
-    own = {(int(one[SINGLE_SLOT.value]), int(one[SINGLE_SPLITS.value])) for one in (*work.singles, *second.singles)}
+    used = [
+        int(one[SINGLE_SLOT.value]) + i
+        for one in (*work.singles, *second.singles)
+        for i in range(one[SINGLE_SPLITS.value])
+    ]
+    own = {
+        (int(one[SINGLE_SLOT.value]), int(one[SINGLE_SPLITS.value]))
+        for one in (*work.singles, *second.singles)
+    }
     assert max(used) < 3 + 1 + 3
     assert own == {(0, 3), (3, 1), (4, 3)}, "no two sequences share a slot"
     assert second.singles[0, SINGLE_TOKEN.value] == 4
     shared = np.array([[0, 600, 1], [1, 700, 1], [2, 800, 1], [3, 900, 1]], np.int32)
     table[:, :8] = np.arange(1, 9)
     work = make_microbatches(shared, np.ones(4, bool), 2, [table], 4, 4)
-    slots = [work.members[:, MEMBER_SLOT.value].tolist(), work.second_half.members[:, MEMBER_SLOT.value].tolist()]
+    slots = [
+        work.members[:, MEMBER_SLOT.value].tolist(),
+        work.second_half.members[:, MEMBER_SLOT.value].tolist(),
+    ]
     assert slots == [[0, 2], [4, 6]]
 
 
 def test_there_is_room_for_the_partial_results_of_both_halves(in_halves):
-    """All sequences at the end of the context, and the last two tokens of a prompt, which is cut between them."""
+    """All sequences at the end of the context, and the last two tokens of a prompt, which is cut
+    between them."""
     runner = in_halves(nano_batching="on", max_requests=16, speculate="off").runner
     items = np.array([*([row, 127, 1] for row in range(15)), [15, 126, 2]], np.int32)
     table = np.arange(16 * 8, dtype=np.int32).reshape(16, 8) + 1
-    work = make_microbatches(items, np.ones(16, bool), runner.microbatches.cuts[False, 32], [table], 4, 4)
-    ends = [one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value] for one in (*work.singles, *work.second_half.singles)]
+    work = make_microbatches(
+        items, np.ones(16, bool), runner.microbatches.cuts[False, 32], [table], 4, 4
+    )
+    ends = [
+        one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value]
+        for one in (*work.singles, *work.second_half.singles)
+    ]
     assert max(ends) == 17 * 4 <= runner.slots.attention.partial.shape[0]
 
 

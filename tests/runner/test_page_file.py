@@ -69,7 +69,12 @@ file.write(1, key(3), page(3))
 @pytest.mark.parametrize("num_written", [30, 500])
 def test_a_process_killed_in_a_write_leaves_all_other_records(tmp_path, num_written):
     root = Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path, str(num_written)], cwd=root, env=os.environ, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, str(num_written)],
+        cwd=root,
+        env=os.environ,
+        check=False,
+    )
     assert killed.returncode == -9
     opened = PageFile.open(tmp_path, ROOM, DIGEST, PAGE)
     assert (read(opened.file, 0, 1) == page(1)).all()
@@ -77,7 +82,8 @@ def test_a_process_killed_in_a_write_leaves_all_other_records(tmp_path, num_writ
         with pytest.raises(PageFileError):
             read(opened.file, 1, seed)
     opened.file.close()
-    assert [one for one, _ in PageFile.open(tmp_path, ROOM, DIGEST, PAGE).contents] == [key(1)]  # what was corrupt is erased
+    # what was corrupt is erased
+    assert [one for one, _ in PageFile.open(tmp_path, ROOM, DIGEST, PAGE).contents] == [key(1)]
 
 
 def test_the_quota_is_kept(tmp_path):
@@ -92,7 +98,8 @@ def test_the_quota_is_kept(tmp_path):
     assert total() <= ROOM // 2
     assert len(smaller.contents) == smaller.file.num_records < 5
     smaller.file.close()
-    other = PageFile.open(tmp_path, ROOM, b"o" * 32, PAGE)  # of another model: the first one's has at most half
+    # of another model: the first one's has at most half
+    other = PageFile.open(tmp_path, ROOM, b"o" * 32, PAGE)
     assert 0 < other.file.num_records < 10
     for record in range(other.file.num_records):
         other.file.write(record, key(record), page(record))
@@ -115,7 +122,8 @@ def test_a_file_of_something_else_is_not_used(tmp_path, change):
         content[60] ^= 1
     path.write_bytes(b"" if change == "empty" else content)
     size = PAGE - 1 if change == "page size" else PAGE
-    digest = DIGEST[:16] + b"n" * 16 if change == "digest" else DIGEST  # the name of the file is the same
+    # the name of the file is the same
+    digest = DIGEST[:16] + b"n" * 16 if change == "digest" else DIGEST
     again = PageFile.open(tmp_path, ROOM, digest, size)
     assert again.contents == []
     assert bool(again.ignored) == (change != "empty")
@@ -147,17 +155,28 @@ def make_strange(path: Path, kind: str) -> None:
     elif kind == "dangling link":
         path.symlink_to(path.parent / "nowhere")
     else:
-        content = {"empty": b"", "short": b"tidemill KV page\1", "garbage": b"\xff" * 5000, "unreadable": b"x" * 100}
+        content = {
+            "empty": b"",
+            "short": b"tidemill KV page\1",
+            "garbage": b"\xff" * 5000,
+            "unreadable": b"x" * 100,
+        }
         path.write_bytes(content[kind])
         path.chmod(0 if kind == "unreadable" else 0o600)
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
-@pytest.mark.parametrize("kind", ["empty", "short", "garbage", "unreadable", "folder", "pipe", "dangling link"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "short", "garbage", "unreadable", "folder", "pipe", "dangling link"]
+)
 def test_strange_files_of_others_are_no_obstacle(tmp_path, kind, is_locked):
     other = tmp_path / f"{'0' * 32}{SUFFIX}"
     make_strange(other, kind)
-    lock = os.open(other, os.O_RDONLY) if is_locked and other.is_file() and os.access(other, os.R_OK) else None
+    lock = (
+        os.open(other, os.O_RDONLY)
+        if is_locked and other.is_file() and os.access(other, os.R_OK)
+        else None
+    )
     if lock is not None:
         fcntl.flock(lock, fcntl.LOCK_EX)
     opened = PageFile.open(tmp_path, ROOM, DIGEST, PAGE)
@@ -168,7 +187,9 @@ def test_strange_files_of_others_are_no_obstacle(tmp_path, kind, is_locked):
         os.close(lock)
 
 
-@pytest.mark.parametrize("kind", ["short", "garbage", "unreadable", "folder", "pipe", "dangling link"])
+@pytest.mark.parametrize(
+    "kind", ["short", "garbage", "unreadable", "folder", "pipe", "dangling link"]
+)
 def test_a_strange_file_in_its_place_is_replaced_or_told(tmp_path, kind):
     path = tmp_path / f"{DIGEST.hex()[:32]}{SUFFIX}"
     make_strange(path, kind)

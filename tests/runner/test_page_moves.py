@@ -40,7 +40,10 @@ class OtherEngine:
 def test_a_load_into_a_page_that_is_being_exported_waits_for_the_export_only():
     pages, exporter = np.full((8, 64), 3, np.uint8), SlowExporter()
     mover = CpuMover(pages, 0, Outside(None, exporter, OtherEngine()))
-    mover.store([PageMove(0, Tier.EXPORT, False, 2, 0, b"a"), PageMove(1, Tier.EXPORT, False, 3, 1, b"b")], set())
+    mover.store(
+        [PageMove(0, Tier.EXPORT, False, 2, 0, b"a"), PageMove(1, Tier.EXPORT, False, 3, 1, b"b")],
+        set(),
+    )
     mover.load([PageMove(2, Tier.PEER, True, 5, 3, b"c")])
     exporter.may_write.set()
     done = set()

@@ -26,7 +26,8 @@ def test_what_is_used_often_stays():
 
 
 def test_units_in_turn_do_not_push_all_out():
-    """Four layers of four units each, in turn, and room for three quarters: what stays is found again."""
+    """Four layers of four units each, in turn, and room for three quarters: what stays is found
+    again."""
     places = Places(16, 12)
     for _ in range(10):
         for layer in range(4):
@@ -34,7 +35,8 @@ def test_units_in_turn_do_not_push_all_out():
     before = places.num_read
     for layer in range(4):
         places.need(range(4 * layer, 4 * layer + 4))
-    assert places.num_read - before < 12  # of those that were used longest ago, all 16 would be read
+    # of those that were used longest ago, all 16 would be read
+    assert places.num_read - before < 12
 
 
 def test_what_was_hot_cools_down():

@@ -26,10 +26,16 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "params", [greedy(2, prompt_logprobs=2), SamplingParams(pooling="mean", max_tokens=1), SamplingParams(pooling="last")]
+    "params",
+    [
+        greedy(2, prompt_logprobs=2),
+        SamplingParams(pooling="mean", max_tokens=1),
+        SamplingParams(pooling="last"),
+    ],
 )
 def test_a_prompt_that_is_not_a_number_fails_alone(model, params):
-    """In the step that computes it, before the prompt is complete, where its logprobs are asked for."""
+    """In the step that computes it, before the prompt is complete, where its logprobs are asked
+    for."""
     core, failed, seen = make_core(model, token_budget=16, max_requests=4), [], []
     core.submit(Submit("bad", [20, BROKEN, *range(30, 70)], params))
     core.submit(Submit("good", [20, 21, 22], greedy(2, prompt_logprobs=1)))
@@ -41,7 +47,9 @@ def test_a_prompt_that_is_not_a_number_fails_alone(model, params):
     assert failed == [("bad", "ModelFailed")]
     expected = run(make_core(model), {"good": ([20, 21, 22], greedy(2, prompt_logprobs=1))})["good"]
     assert [token for delta in seen for token in delta.token_ids] == expected.tokens
-    assert [delta.prompt_logprobs for delta in seen if delta.prompt_logprobs] == [expected.prompt_logprobs]
+    assert [delta.prompt_logprobs for delta in seen if delta.prompt_logprobs] == [
+        expected.prompt_logprobs
+    ]
 
 
 def test_named_tokens_in_each_place_of_the_prompt(model):
@@ -49,16 +57,26 @@ def test_named_tokens_in_each_place_of_the_prompt(model):
     prompt, named = [*range(20, 60)], (22, 300, 5)
     params = greedy(1, prompt_logprobs=0, prompt_logprob_token_ids=named)
     made = [
-        run(make_core(model, token_budget=budget, max_requests=4), {"a": (prompt, params)})["a"].prompt_logprobs
+        run(make_core(model, token_budget=budget, max_requests=4), {"a": (prompt, params)})[
+            "a"
+        ].prompt_logprobs
         for budget in (16, 512)
     ]
     assert made[0] == made[1]
-    assert [{token for token, _ in entry.top} for entry in made[0]] == [{entry.token_id, *named} for entry in made[0]]
-    best = run(make_core(model), {"a": (prompt, greedy(1, prompt_logprobs=20))})["a"].prompt_logprobs
+    assert [{token for token, _ in entry.top} for entry in made[0]] == [
+        {entry.token_id, *named} for entry in made[0]
+    ]
+    best = run(make_core(model), {"a": (prompt, greedy(1, prompt_logprobs=20))})[
+        "a"
+    ].prompt_logprobs
     for entry, other in zip(made[0], best, strict=True):
         assert entry.logprob == other.logprob
         known = dict(other.top)
-        assert all(value == pytest.approx(known[token], abs=1e-5) for token, value in entry.top if token in known)
+        assert all(
+            value == pytest.approx(known[token], abs=1e-5)
+            for token, value in entry.top
+            if token in known
+        )
 
 
 def test_a_prompt_report_fails_its_row():
@@ -69,7 +87,10 @@ def test_a_prompt_report_fails_its_row():
         PromptReport(row, 0, torch.tensor([8, 9]), scores).read(result)
     PromptReport(6, 0, pooled=torch.tensor([1.0, float("inf")])).read(result)
     assert result.tokens == {3: [5], 4: [-1], 5: [-1], 6: [-1]}
-    assert [(entry.token_id, entry.logprob) for entry in result.prompt_logprobs[3]] == [(8, -1.0), (9, float("-inf"))]
+    assert [(entry.token_id, entry.logprob) for entry in result.prompt_logprobs[3]] == [
+        (8, -1.0),
+        (9, float("-inf")),
+    ]
 
 
 def test_the_best_are_in_order_of_value_then_token():

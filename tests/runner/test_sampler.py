@@ -7,7 +7,13 @@ import torch
 
 from tidemill.errors import InvalidRequest
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.runner.sampler import Sampler, penalize, restrict_top_k, restrict_top_p, restrict_typical
+from tidemill.runner.sampler import (
+    Sampler,
+    penalize,
+    restrict_top_k,
+    restrict_top_p,
+    restrict_typical,
+)
 from tidemill.runner.state import RowState
 from tidemill.types.sampling import SamplingParams, sample_seed
 
@@ -18,7 +24,9 @@ NUM_DRAWS = 10_000
 def draws(**settings) -> torch.Tensor:
     """Many draws at consecutive positions of one seed, as one request would make them."""
     sampler = make_sampler(SamplingParams(seed=42, **settings))
-    return sampler.sample(LOGITS.repeat(NUM_DRAWS, 1), [1] * NUM_DRAWS, list(range(NUM_DRAWS))).token_ids
+    return sampler.sample(
+        LOGITS.repeat(NUM_DRAWS, 1), [1] * NUM_DRAWS, list(range(NUM_DRAWS))
+    ).token_ids
 
 
 def exact(temperature=1.0, keep=None) -> torch.Tensor:
@@ -75,7 +83,9 @@ def test_min_p():
 @pytest.mark.parametrize(
     ("typical_p", "keep"),
     [
-        (0.2, [1]),  # surprises are 0.92, 1.42, 1.92, 2.92 ..., their mean is 1.6: the second likeliest token comes first
+        # surprises are 0.92, 1.42, 1.92, 2.92 ..., their mean is 1.6: the second likeliest token
+        # comes first
+        (0.2, [1]),
         (0.45, [1, 2, 6]),
         (0.5, [0, 1, 2, 6]),  # the three have 0.49: the token that crosses p is kept
         (0.9, [0, 1, 2, 3, 6]),
@@ -94,11 +104,14 @@ def test_logit_bias():
 
 
 def test_penalties_change_what_is_drawn():
-    """Tokens 0 and 5 are the prompt; 0, three times, 2 and 3 the output so far. Draws are those of as many seeds."""
+    """Tokens 0 and 5 are the prompt; 0, three times, 2 and 3 the output so far. Draws are those of
+    as many seeds."""
     num = NUM_DRAWS // 2
     state = RowState(num, 16, 16)
     for row in range(num):
-        params = SamplingParams(seed=row, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
+        params = SamplingParams(
+            seed=row, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5
+        )
         state.params[row], state.num_prompt[row], state.eos_token_ids[row] = params, 2, frozenset()
     state.tokens[:, :7] = torch.tensor([0, 5, 0, 0, 2, 3, 0])
     penalized = LOGITS.double()
@@ -126,7 +139,9 @@ def test_top_p_beyond_the_likeliest_is_the_same_as_sorting_all():
     logits = torch.randn(3, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [5.0]])
     ordered, order = logits.log_softmax(-1).sort(dim=-1, descending=True)
     probs = ordered.exp()
-    leaves = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, probs.cumsum(-1) - probs >= 0.9)
+    leaves = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+        1, order, probs.cumsum(-1) - probs >= 0.9
+    )
     expected = logits.masked_fill(leaves, float("-inf"))
     restrict_top_p(logits, [0.9, 0.9, 0.9])
     assert torch.equal(logits, expected)
@@ -140,12 +155,16 @@ def test_top_k_keeps_ties():
 
 
 def test_top_p_and_typical_p_keep_ties():
-    """All of those that are as likely as the one that crosses p: which of them come first is nobody's choice."""
+    """All of those that are as likely as the one that crosses p: which of them come first is
+    nobody's choice."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, -3.0]] * 2)
     restrict_top_p(logits[:1], [0.55])
     restrict_typical(logits[1:], [0.2])
     assert torch.isfinite(logits[0]).tolist() == [True, True, True, True, False]
-    assert torch.isfinite(logits[1]).tolist() in ([True, False, True, True, False], [False, True, False, False, False])
+    assert torch.isfinite(logits[1]).tolist() in (
+        [True, False, True, True, False],
+        [False, True, False, False, False],
+    )
 
 
 def test_noise_depends_on_seed_position_and_token_alone():
@@ -185,14 +204,18 @@ def make_sampler(params: SamplingParams, num_prompt: int = 2, eos=frozenset({3})
 @pytest.mark.parametrize(("window", "expected"), [(-1, 4), (3, 4), (2, 1), (0, 0)])
 def test_penalties_of_the_latest_tokens(window, expected):
     """Tokens 0 and 1 are the prompt, 2 and 0 the output: those in the window are out of question."""
-    sampler = make_sampler(SamplingParams(temperature=0.0, repetition_penalty=100.0, penalty_window=window))
+    sampler = make_sampler(
+        SamplingParams(temperature=0.0, repetition_penalty=100.0, penalty_window=window)
+    )
     sampler._state.tokens[1, :4] = torch.tensor([0, 1, 2, 0])
     logits = torch.tensor([[5.0, 4.0, 3.0, 1.0, 2.0, 0.1]])
     assert sampler.sample(logits, [1], [4]).token_ids.tolist() == [expected]
 
 
 def test_logprobs_of_what_a_token_is_drawn_from():
-    params = SamplingParams(temperature=0.5, top_k=3, seed=1, logprobs=5, post_sampling_logprobs=True)
+    params = SamplingParams(
+        temperature=0.5, top_k=3, seed=1, logprobs=5, post_sampling_logprobs=True
+    )
     sampled = make_sampler(params).sample(LOGITS.clone()[None], [1], [2])
     expected = (LOGITS / 0.5).topk(3).values.log_softmax(-1)
     entry = sampled.logprobs[0]
@@ -276,7 +299,10 @@ NAN = float("nan")
         *[("ignore_eos", v) for v in ("no", 1)],
         *[("allowed_token_ids", v) for v in ([-1], ["x"], list(range(2000)))],
         *[("bad_word_ids", v) for v in ([[]], [3], [[-1]], [[1]] * 200, [[1] * 33])],
-        *[("logit_bias", v) for v in ([1], {1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))],
+        *[
+            ("logit_bias", v)
+            for v in ([1], {1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))
+        ],
     ],
 )
 def test_impossible_values_are_refused_by_name(field, value):

@@ -1,4 +1,5 @@
-"""Sampling stages: the GPU's kernels, interpreted, against the CPU's sampler, for each stage alone and for combinations."""
+"""Sampling stages: the GPU's kernels, interpreted, against the CPU's sampler, for each stage alone
+and for combinations."""
 
 import math
 import random
@@ -25,12 +26,15 @@ SETTINGS = {  # what asks for a stage, besides a temperature
     "grammar": [{}],
     "allowed_tokens": [{"allowed_token_ids": (7, 11, 250, 7)}],
     "logit_bias": [{"logit_bias": {7: 4.0, 11: -100.0}}],
-    "bad_words": [{"bad_word_ids": tuple((token,) for token in range(100)) + ((5, 150), (150, 5, 151))}],
+    "bad_words": [
+        {"bad_word_ids": tuple((token,) for token in range(100)) + ((5, 150), (150, 5, 151))}
+    ],
     "min_tokens": [{"min_tokens": 50, "stop_token_ids": (0, 5)}],
     "penalties": [
         {"repetition_penalty": 1.7},
         {"presence_penalty": 1.5, "frequency_penalty": -0.5},
-        {"repetition_penalty": 9.0, "frequency_penalty": 2.0, "penalty_window": 7},  # a token of the prompt, and the output
+        # a token of the prompt, and the output
+        {"repetition_penalty": 9.0, "frequency_penalty": 2.0, "penalty_window": 7},
     ],
     "temperature": [{"temperature": 0.3}, {"temperature": 1.8}],
     "top_k": [{"top_k": 1}, {"top_k": 20}, {"top_k": 5000}],
@@ -53,7 +57,11 @@ def make_state(kinds, masks=None):
     state = RowState(len(kinds), 64, 16)
     state.tokens.random_(VOCAB, generator=torch.Generator().manual_seed(1))
     for row, params in enumerate(kinds):
-        state.params[row], state.num_prompt[row], state.eos_token_ids[row] = params, NUM_PROMPT, frozenset({3})
+        state.params[row], state.num_prompt[row], state.eos_token_ids[row] = (
+            params,
+            NUM_PROMPT,
+            frozenset({3}),
+        )
         state.draws[row] = torch.tensor(_draw_words(params), dtype=torch.int32)
     state.masks = {(row, POSITION): mask for row, mask in (masks or {}).items()}
     return state
@@ -68,11 +76,20 @@ def sample_on_gpu(state, logits, rows):
     num = len(rows)
     index, rows_t = torch.arange(num, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
     before = logits.clone()
-    tokens = sampling.pick_tokens(logits, index, rows_t, torch.full_like(rows_t, POSITION - 1), state.draws, state.tokens)
-    again = [i for i, row in enumerate(rows) if (row, POSITION) in state.masks or not state.params[row].is_plain]
+    tokens = sampling.pick_tokens(
+        logits, index, rows_t, torch.full_like(rows_t, POSITION - 1), state.draws, state.tokens
+    )
+    again = [
+        i
+        for i, row in enumerate(rows)
+        if (row, POSITION) in state.masks or not state.params[row].is_plain
+    ]
     if again:
-        CudaSampler(state, VOCAB).redraw(again, [rows[i] for i in again], [POSITION] * len(again), logits, tokens)
-    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # logprobs are of the logits as they are
+        CudaSampler(state, VOCAB).redraw(
+            again, [rows[i] for i in again], [POSITION] * len(again), logits, tokens
+        )
+    # logprobs are of the logits as they are
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     for row, token in zip(rows, tokens.tolist(), strict=True):
         assert token < 0 or state.tokens[row, POSITION] == token
     return tokens.tolist()
@@ -81,7 +98,10 @@ def sample_on_gpu(state, logits, rows):
 def random_logits(num, seed=0):
     """Of several shapes, with equal values among them."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num, VOCAB, generator=generator) * torch.tensor([1.0, 3.0, 8.0]).repeat(num)[:num, None]
+    logits = (
+        torch.randn(num, VOCAB, generator=generator)
+        * torch.tensor([1.0, 3.0, 8.0]).repeat(num)[:num, None]
+    )
     logits[:, 50:60] = logits[:, 40:50]
     return logits
 
@@ -134,7 +154,13 @@ def test_a_bad_word_is_held_back_where_the_output_ends_with_its_beginning():
     logits = random_logits(5)
     logits[:, 9] = 100.0
     for sample in (sample_on_cpu, sample_on_gpu):
-        assert [token == 9 for token in sample(state, logits, list(range(5)))] == [False, False, True, True, False]
+        assert [token == 9 for token in sample(state, logits, list(range(5)))] == [
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
 
 
 def test_combinations_of_stages_and_each_sequence_alone():
@@ -152,12 +178,19 @@ def test_combinations_of_stages_and_each_sequence_alone():
     assert sample_on_gpu(state, logits, list(range(12))) == expected
     for row in range(0, 12, 5):
         alone = logits[row : row + 1]
-        assert sample_on_cpu(state, alone, [row]) == sample_on_gpu(state, alone, [row]) == [expected[row]]
+        assert (
+            sample_on_cpu(state, alone, [row])
+            == sample_on_gpu(state, alone, [row])
+            == [expected[row]]
+        )
     assert len(set(expected)) > 5
 
 
 def test_more_sequences_than_are_drawn_at_once(monkeypatch):
-    state, logits = make_state([SamplingParams(top_k=5, seed=seed) for seed in range(7)]), random_logits(7)
+    state, logits = (
+        make_state([SamplingParams(top_k=5, seed=seed) for seed in range(7)]),
+        random_logits(7),
+    )
     expected = sample_on_cpu(state, logits, list(range(7)))
     monkeypatch.setattr("tidemill.runner.cuda_sampler._AT_ONCE", 3)
     assert sample_on_gpu(state, logits, list(range(7))) == expected
@@ -206,7 +239,8 @@ def kept_by_definition(logits_V, temperature, top_k=0, top_p=1.0, log_min_p=-INF
     ],
 )  # fmt: skip
 def test_restrictions_keep_what_sorting_keeps(settings):
-    """Peaked and flat, with equal values at the limit, with most tokens excluded before; greedy sequences keep all."""
+    """Peaked and flat, with equal values at the limit, with most tokens excluded before; greedy
+    sequences keep all."""
     logits = random_logits(9, seed=3)
     logits[3, 10:290], logits[4, 1:] = -INF, -INF
     logits[5], logits[6] = 0.5, torch.arange(VOCAB) // 4 * 1e-3
@@ -239,12 +273,15 @@ ASKS = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_logits_that_are_not_numbers_fail_their_sequence_alone(broken, backend):
     value, where = BROKEN[broken]
-    state = make_state([SamplingParams(seed=5, **settings) for settings in ASKS.values() for _ in range(2)])
+    state = make_state(
+        [SamplingParams(seed=5, **settings) for settings in ASKS.values() for _ in range(2)]
+    )
     rows = list(range(len(state.params)))
     logits = random_logits(1).repeat(len(rows), 1)
     healthy = sample_on_cpu(state, logits, rows)
     logits[1::2, where] = value
-    samples = [sample_on_cpu] if backend == "torch" else [sample_on_cpu, sample_on_gpu]  # the GPU's has no other backend
+    # the GPU's has no other backend
+    samples = [sample_on_cpu] if backend == "torch" else [sample_on_cpu, sample_on_gpu]
     for sample in samples:
         tokens = sample(state, logits, rows)
         assert tokens[1::2] == [-1] * len(ASKS), sample
@@ -253,7 +290,11 @@ def test_logits_that_are_not_numbers_fail_their_sequence_alone(broken, backend):
 
 def test_a_sequence_with_nothing_left_fails_alone():
     """A mask that forbids all, and one that leaves what the model forbids."""
-    kinds = [SamplingParams(temperature=temperature, seed=1, top_p=0.9) for temperature in (0.0, 1.0) for _ in range(3)]
+    kinds = [
+        SamplingParams(temperature=temperature, seed=1, top_p=0.9)
+        for temperature in (0.0, 1.0)
+        for _ in range(3)
+    ]
     nothing, only = np.zeros(-(-VOCAB // 32), np.int32), np.zeros(-(-VOCAB // 32), np.int32)
     only[0] = 1 << 7
     state, logits = make_state(kinds, {1: nothing, 2: only, 4: nothing, 5: only}), random_logits(6)
@@ -265,18 +306,27 @@ def test_a_sequence_with_nothing_left_fails_alone():
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_logprobs(num_top, monkeypatch):
-    """Those of the CPU, equal values in order of token id, each the same in any batch; NaN where logits are not finite."""
+    """Those of the CPU, equal values in order of token id, each the same in any batch; NaN where
+    logits are not finite."""
     monkeypatch.setattr(logprobs, "_BLOCK", 32)
     logits, ids = random_logits(7), torch.tensor([5, 299, 0, 40, 50, 60, 70], dtype=torch.int32)
     logits[2, 3:] = -INF
     logits[4, 9], logits[5, 9], logits[6] = NAN, INF, -INF
     mine, theirs = cuda_sampler.score(logits, ids, num_top), score(logits, ids, num_top)
-    assert mine.chosen.isnan().tolist() == theirs.chosen.isnan().tolist() == [False] * 4 + [True] * 3
+    assert (
+        mine.chosen.isnan().tolist() == theirs.chosen.isnan().tolist() == [False] * 4 + [True] * 3
+    )
     torch.testing.assert_close(mine.chosen[:4], theirs.chosen[:4])
-    for one, other in zip(*(s.entries(ids.tolist(), [num_top] * 7)[:4] for s in (mine, theirs)), strict=True):
+    for one, other in zip(
+        *(s.entries(ids.tolist(), [num_top] * 7)[:4] for s in (mine, theirs)), strict=True
+    ):
         finite = [(token, value) for token, value in one.top if value > -INF]
-        assert [token for token, _ in finite] == [token for token, value in other.top if value > -INF]
-        assert [value for _, value in finite] == pytest.approx([value for _, value in other.top if value > -INF], abs=1e-5)
+        assert [token for token, _ in finite] == [
+            token for token, value in other.top if value > -INF
+        ]
+        assert [value for _, value in finite] == pytest.approx(
+            [value for _, value in other.top if value > -INF], abs=1e-5
+        )
         assert len(one.top) == len(other.top) == num_top
     for i in (0, 3):
         alone = cuda_sampler.score(logits[i : i + 1], ids[i : i + 1], num_top)

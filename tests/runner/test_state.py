@@ -53,17 +53,28 @@ def test_masks_are_those_of_the_plan_at_hand():
 
 def test_what_a_failed_step_had_staged_is_dropped():
     state = RowState(2, 128, 16)
-    state.stage(StepPlan(0, new_rows=[new_row(0, [4])]))  # and the step raises before it applies this
+    # and the step raises before it applies this
+    state.stage(StepPlan(0, new_rows=[new_row(0, [4])]))
     stage(state, new_rows=[new_row(1, [5])])
     assert not state.pages[0].any()
     assert state.pages[1].tolist()[:2] == [5, 0]
 
 
 def test_only_tokens_of_a_prompt_are_asked_about():
-    """Not those that are decoded, by a fork neither; the last token of a prompt predicts none of it."""
+    """Not those that are decoded, by a fork neither; the last token of a prompt predicts none of
+    it."""
     state = RowState(4, 128, 16)
-    asks = SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(pooling="mean"), SamplingParams(seed=1)
-    stage(state, new_rows=[NewRow(row, [1, 2, 3], [[4]], RowSpec(params, 3)) for row, params in enumerate(asks)])
+    asks = (
+        SamplingParams(seed=1, prompt_logprobs=0),
+        SamplingParams(pooling="mean"),
+        SamplingParams(seed=1),
+    )
+    stage(
+        state,
+        new_rows=[
+            NewRow(row, [1, 2, 3], [[4]], RowSpec(params, 3)) for row, params in enumerate(asks)
+        ],
+    )
     stage(state, row_copies=[RowCopy(0, 3, 3, RowSpec(asks[0], 3))])
     items = [[StepItem(0, row, start, 1, False, 0) for start in range(5)] for row in range(4)]
     assert [sum(map(state.asks_prompt, of_row)) for of_row in items] == [2, 3, 0, 2]

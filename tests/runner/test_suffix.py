@@ -90,9 +90,17 @@ def test_memory_is_bounded_and_what_is_used_stays():
 
 def test_a_long_prompt_enters_in_pieces_and_all_together_no_faster():
     drafter = SuffixDrafter()
-    prompts = [[100 + seq, 1, 2, 3, 4, 5, *range(1000 * seq, 1000 * seq + _AT_ONCE), 1, 2, 3, 4, 5] for seq in range(3)]
-    made = [drafter.propose([ask(prompt, seq) for seq, prompt in enumerate(prompts)]) for _ in range(5)]
-    assert [[bool(one) for one in step] for step in made[:2]] == [[False, False, False], [True, False, False]]
+    prompts = [
+        [100 + seq, 1, 2, 3, 4, 5, *range(1000 * seq, 1000 * seq + _AT_ONCE), 1, 2, 3, 4, 5]
+        for seq in range(3)
+    ]
+    made = [
+        drafter.propose([ask(prompt, seq) for seq, prompt in enumerate(prompts)]) for _ in range(5)
+    ]
+    assert [[bool(one) for one in step] for step in made[:2]] == [
+        [False, False, False],
+        [True, False, False],
+    ]
     assert all(made[-1])
 
 

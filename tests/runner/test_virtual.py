@@ -1,4 +1,5 @@
-"""`--kv-layout virtual`: rows in address ranges of their own give the answers of paging, in no more memory than they need."""
+"""`--kv-layout virtual`: rows in address ranges of their own give the answers of paging, in no more
+memory than they need."""
 
 import numpy as np
 import pytest
@@ -27,7 +28,12 @@ def crowd():
     """Of many lengths, two with a common prefix, and three samples of one prompt."""
     requests = {f"r{i}": (prompt(5 + 37 * i % 120, i), greedy(18, logprobs=2)) for i in range(7)}
     requests["again"] = (requests["r3"][0] + [7, 8, 9], greedy(18, logprobs=2))
-    return requests | {"f": (prompt(50, 99), SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=12, logprobs=1))}
+    return requests | {
+        "f": (
+            prompt(50, 99),
+            SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=12, logprobs=1),
+        )
+    }
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,8 @@ def test_answers_are_those_of_paging_bit_for_bit(model, paged, options):
     core = make_core(model, kv_layout="virtual", **options)
     assert isinstance(core.runner.kv_layout, VirtualLayout)
     assert run(core, crowd()) == paged
-    assert run(core, crowd()) == paged  # in ranges that held other sequences, and from the prefix cache
+    # in ranges that held other sequences, and from the prefix cache
+    assert run(core, crowd()) == paged
 
 
 def test_also_without_the_compiled_kernels(model, monkeypatch):
@@ -111,9 +118,21 @@ def test_what_a_page_holds_is_at_all_its_addresses_and_survives_being_mapped_els
         ({"kv_layout": "flat"}, {}, "kv_layout 'flat' is not known"),
         ({"kv_layout": "virtual", "speculate": "exit"}, {}, "first layers"),
         ({"kv_layout": "virtual", "speculate": "exit-bandit"}, {}, "first layers"),
-        ({"kv_layout": "virtual", "kv_host_memory_bytes": 2**20}, {}, "--kv-host-memory: what is behind the cache takes pages"),
-        ({"kv_layout": "virtual", "kv_dtype": "int8"}, {}, "int8: such keys and values have their scales"),
-        ({"kv_layout": "virtual", "page_size": 1}, {}, "1 tokens of 768 bytes do not fill whole granules"),
+        (
+            {"kv_layout": "virtual", "kv_host_memory_bytes": 2**20},
+            {},
+            "--kv-host-memory: what is behind the cache takes pages",
+        ),
+        (
+            {"kv_layout": "virtual", "kv_dtype": "int8"},
+            {},
+            "int8: such keys and values have their scales",
+        ),
+        (
+            {"kv_layout": "virtual", "page_size": 1},
+            {},
+            "1 tokens of 768 bytes do not fill whole granules",
+        ),
         ({"kv_layout": "virtual"}, {"sliding_window": 32}, "layers with windows"),
     ],
 )
@@ -121,10 +140,16 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, model, options, config, mes
     if config:
         from transformers import MistralConfig, MistralForCausalLM
 
-        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-        MistralForCausalLM(MistralConfig(num_key_value_heads=2, max_position_embeddings=128, **shape, **config)).save_pretrained(
-            tmp_path
-        )
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 64,
+        }
+        MistralForCausalLM(
+            MistralConfig(num_key_value_heads=2, max_position_embeddings=128, **shape, **config)
+        ).save_pretrained(tmp_path)
         model = load_model(tmp_path)
     with pytest.raises(ConfigError) as caught:
         engine_config(model, **options)

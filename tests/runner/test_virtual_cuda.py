@@ -1,4 +1,5 @@
-"""The GPU's runner for `--kv-layout virtual` without a GPU: kernels interpreted, memory of the CPU in the place of the GPU's."""
+"""The GPU's runner for `--kv-layout virtual` without a GPU: kernels interpreted, memory of the CPU
+in the place of the GPU's."""
 
 import ctypes
 import gc
@@ -25,10 +26,16 @@ from tidemill.types.sampling import SamplingParams
 
 
 class HostDriver:
-    """The driver's calls on memory of this machine. It does not map over what is mapped, nor unmap what is not."""
+    """The driver's calls on memory of this machine. It does not map over what is mapped, nor unmap
+    what is not."""
 
     def __init__(self, page_bytes):
-        self.host, self.handles, self.mapped, self.allowed = HostMemory(4096, page_bytes), set(), {}, set()
+        self.host, self.handles, self.mapped, self.allowed = (
+            HostMemory(4096, page_bytes),
+            set(),
+            {},
+            set(),
+        )
         self.numbers = iter(range(1, 4096))
 
     def enter(self):
@@ -89,7 +96,9 @@ def on_virtual(on_gpu, monkeypatch):  # noqa: F811
 def crowd():
     requests = {f"r{i}": (ids(3 + 29 * i % 70, i), greedy(8)) for i in range(4)}
     requests["again"] = (requests["r2"][0] + [7, 8, 9], greedy(8))
-    return requests | {"f": (ids(40, 99), SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=4))}
+    return requests | {
+        "f": (ids(40, 99), SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=4))
+    }
 
 
 def tokens_of(answers):
@@ -104,25 +113,34 @@ def test_prompts_and_decoding_over_the_end_of_a_page(folder, on_virtual):  # noq
     def watched(plan):
         launched, running = launch(plan), core.scheduler.running
         memory.settle()
-        live = sum(max(request.num_computed, request.num_known) for request in running) / core.config.page_size
-        over.append((memory.used_bytes / memory.page_bytes - 1 - live) / len(running))  # the null page is nobody's
+        live = (
+            sum(max(request.num_computed, request.num_known) for request in running)
+            / core.config.page_size
+        )
+        # the null page is nobody's
+        over.append((memory.used_bytes / memory.page_bytes - 1 - live) / len(running))
         return launched
 
     core.runner.launch = watched
-    assert tokens_of(run(core, requests)) == tokens_of(run(make_core(load_model(folder), max_context=128), requests))
+    assert tokens_of(run(core, requests)) == tokens_of(
+        run(make_core(load_model(folder), max_context=128), requests)
+    )
     assert memory.num_in_time == 1
     assert 0 < max(over) <= 1  # a page for each request
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"token_budget": 9, "max_requests": 3, "kv_memory_bytes": 12 * 4096}])
+@pytest.mark.parametrize(
+    "options", [{}, {"token_budget": 9, "max_requests": 3, "kv_memory_bytes": 12 * 4096}]
+)
 def test_the_tokens_are_those_of_the_cpu(folder, on_virtual, options):  # noqa: F811
     expected = tokens_of(run(make_core(load_model(folder), max_context=128), crowd()))
     core = on_virtual(**options)
     assert isinstance(core.runner.kv_layout, virtual_cuda.VirtualCudaLayout)
     assert core.config.page_size == 32
     assert tokens_of(run(core, crowd())) == expected
-    assert tokens_of(run(core, crowd())) == expected  # rows in other ranges, and from the prefix cache
+    # rows in other ranges, and from the prefix cache
+    assert tokens_of(run(core, crowd())) == expected
     memory = core.runner.kv_layout.memory
     memory.settle()
     assert memory.num_in_time
@@ -134,7 +152,12 @@ def test_drafts_change_nothing(folder, on_virtual):  # noqa: F811
     requests = {"a": (ids(20, 1), greedy(24)), "b": (ids(33, 2), greedy(24))}
     expected = run(on_virtual(), requests)
     core = on_virtual()
-    guess_with(core, Guesser({tuple(requests[name][0]): answer.tokens for name, answer in expected.items()}, 0.6))
+    guess_with(
+        core,
+        Guesser(
+            {tuple(requests[name][0]): answer.tokens for name, answer in expected.items()}, 0.6
+        ),
+    )
     assert tokens_of(run(core, requests)) == tokens_of(expected)
 
 
@@ -146,7 +169,9 @@ def test_what_a_gpu_does_not_have_is_refused(on_virtual):
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include"
 
 
-@pytest.mark.skipif(not shutil.which("gcc") or not (HEADER / "cuda.h").exists(), reason="no gcc or cuda.h")
+@pytest.mark.skipif(
+    not shutil.which("gcc") or not (HEADER / "cuda.h").exists(), reason="no gcc or cuda.h"
+)
 def test_structs_are_laid_out_as_the_driver_has_them(tmp_path):
     """CUmemAllocationProp and CUmemAccessDesc, and the constants, as in cuda.h."""
     source = tmp_path / "sizes.c"
@@ -161,7 +186,9 @@ def test_structs_are_laid_out_as_the_driver_has_them(tmp_path):
         CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CU_MEM_ALLOC_GRANULARITY_MINIMUM); }"""
     )
     subprocess.run(["gcc", f"-I{HEADER}", str(source), "-o", str(tmp_path / "sizes")], check=True)
-    printed = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout.split()
+    printed = subprocess.run(
+        [str(tmp_path / "sizes")], check=True, capture_output=True, text=True
+    ).stdout.split()
     own, access = virtual_memory._Properties, virtual_memory._Access
     assert list(map(int, printed)) == [
         ctypes.sizeof(own), own.location.offset, own.windows.offset, own.compression.offset, ctypes.sizeof(access),

@@ -1,4 +1,5 @@
-"""Rows of embeddings are there when their tokens are computed, whoever comes, goes and is preempted, within a bounded room."""
+"""Rows of embeddings are there when their tokens are computed, whoever comes, goes and is
+preempted, within a bounded room."""
 
 import random
 from collections import Counter, deque
@@ -22,7 +23,9 @@ KEYS = list(CONTENTS)
 def make(input_rows=2 * BUDGET, num_pages=80, index="hash", rows=ROWS):
     kv = KVManager(1 + num_pages, PAGE, index=index)
     how = {"clock": VirtualClock(), "emit": EventBuffer(), "policy": make_policy("continuous")}
-    return Scheduler(kv, num_rows=rows, token_budget=BUDGET, max_context=64, input_rows=input_rows, **how)
+    return Scheduler(
+        kv, num_rows=rows, token_budget=BUDGET, max_context=64, input_rows=input_rows, **how
+    )
 
 
 class Rows:
@@ -42,7 +45,9 @@ class Rows:
         assert len(plan.encodes) <= 1 or sum(len(each.rows) for each in plan.encodes) <= BUDGET
         for item in plan.items:
             for segment in scheduler.requests[item.seq].spec.segments:
-                for at in range(max(item.start, segment.start), min(item.start + item.count, segment.end)):
+                for at in range(
+                    max(item.start, segment.start), min(item.start + item.count, segment.end)
+                ):
                     row = self.inputs[item.row][at]
                     assert self.rows[row] == (CONTENTS[segment.key], at - segment.start)
                 if segment.is_whole:
@@ -98,12 +103,15 @@ def test_a_picture_is_kept_for_the_next_request_until_room_is_needed():
     def compute(which):
         segments = [Segment(1, 8, PICTURE, KEYS[which])]
         params = SamplingParams(max_tokens=1, seed=0)
-        scheduler.table.add(Submit("r", [5, *[0] * 8, 6], params, segments=segments, contents=CONTENTS))
+        scheduler.table.add(
+            Submit("r", [5, *[0] * 8, 6], params, segments=segments, contents=CONTENTS)
+        )
         while scheduler.has_work:
             plan = scheduler.plan()
             scheduler.commit(plan, runner.run(plan, scheduler))
 
-    for which, num in ((0, 1), (0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):  # room for two: the least recently used goes
+    # room for two: the least recently used goes
+    for which, num in ((0, 1), (0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
         compute(which)
         assert runner.num_encoded == num
 
@@ -114,7 +122,15 @@ def test_what_a_running_request_needs_is_not_written_over():
     for name, which in (("a", 0), ("b", 1)):
         segments = [Segment(10, 10, EMBEDDINGS, KEYS[which])]
         prompt = [5] * 10 + [0] * 10 + [6] * 30
-        scheduler.table.add(Submit(name, prompt, SamplingParams(max_tokens=2, seed=0), segments=segments, contents=CONTENTS))
+        scheduler.table.add(
+            Submit(
+                name,
+                prompt,
+                SamplingParams(max_tokens=2, seed=0),
+                segments=segments,
+                contents=CONTENTS,
+            )
+        )
     plan = scheduler.plan()
     assert [(item.count, len(plan.encodes)) for item in plan.items] == [(16, 1)]
     scheduler.commit(plan, runner.run(plan, scheduler))

@@ -1,4 +1,5 @@
-"""Random submit, fork, abort, finish and preempt steps, also ahead of results: nothing leaks or is lost, everything ends."""
+"""Random submit, fork, abort, finish and preempt steps, also ahead of results: nothing leaks or is
+lost, everything ends."""
 
 import itertools
 import random
@@ -33,7 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live = {}
         self.tables = {}  # by row: pages as a runner knows them, from the plans alone
         self.num_copies = 0
-        self.contents = {}  # of pages: by place, the tokens up to the one whose keys and values were written there last
+        # of pages: by place, the tokens up to the one whose keys and values were written there last
+        self.contents = {}
         self.tokens = {}  # by row: tokens likewise
         self.in_flight = deque()  # plans whose results are not committed, and the results
 
@@ -46,10 +48,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         index=st.sampled_from(sorted(INDEXES)),
         order=st.sampled_from(ORDERS),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
-        kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(4, 2), (4, 2)]]),
+        kinds=st.sampled_from(
+            [
+                [(1, 0)],
+                [(1, 0)],
+                [(1, 5)],
+                [(1, 0), (1, 3), (1, 9)],
+                [(1, 0), (2, 2)],
+                [(4, 2), (4, 2)],
+            ]
+        ),
     )
-    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds, evict=True):
-        groups = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds]
+    def start(
+        self,
+        policy,
+        page_size,
+        rows,
+        least_budget,
+        caching,
+        index,
+        order,
+        background_tokens,
+        kinds,
+        evict=True,
+    ):
+        groups = [
+            Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds
+        ]
         budget = max(rows, least_budget)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
@@ -94,8 +119,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             beams = Beams(2) if is_beam and n == 1 else None
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
             ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": [EOS]}
-            prefix_leases = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
-            for request in self.scheduler.table.add(Submit("r", prompt, params, **ranks, prefix_leases=prefix_leases)):
+            prefix_leases = (
+                [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")]
+                if hold
+                else []
+            )
+            for request in self.scheduler.table.add(
+                Submit("r", prompt, params, **ranks, prefix_leases=prefix_leases)
+            ):
                 self.live[request.seq] = request
 
     @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))
@@ -121,9 +152,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 11))
     def fork(self, which):
-        """Of any request at any point: running, queued, preempted, held, in the middle of its prompt."""
+        """Of any request at any point: running, queued, preempted, held, in the middle of its
+        prompt."""
         if self.live and len(self.live) < 12:
-            sources = self.scheduler.running if which % 2 and self.scheduler.running else list(self.live.values())
+            sources = (
+                self.scheduler.running
+                if which % 2 and self.scheduler.running
+                else list(self.live.values())
+            )
             request = sources[which % len(sources)]
             child = self.scheduler.table.fork(request, "fork")
             assert child.tokens == request.tokens
@@ -152,7 +188,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4))
     def preempt(self, which):
         if self.scheduler.running:
-            self.scheduler.table.preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
+            self.scheduler.table.preempt(
+                self.scheduler.running[which % len(self.scheduler.running)], "fuzz"
+            )
 
     @rule(
         tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
@@ -164,7 +202,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             for request in self.scheduler.running:
                 num = (request.row + len(request.tokens)) % 6
-                request.guess(drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ())
+                request.guess(
+                    drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ()
+                )
             plan = self.scheduler.plan()
             if plan is None and not self.in_flight:
                 held = all(request.awaiting_choice for request in self.live.values())
@@ -190,7 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw(self, plan, tokens):
         """A row's drafts are right now and then."""
         return [
-            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row % 5]
+            plan.drafts[item.row][i]
+            if i < item.num_drafts and (item.start + i) % 3
+            else tokens[item.row % 5]
             for item in plan.items
             for i in range(item.num_draws)
         ]
@@ -202,8 +244,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.tokens[row][position:] = [token]
 
     def check_plan(self, plan):
-        """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
-        which pages a row has."""
+        """What a runner relies on: no page is written that another sequence holds, copies never
+        chain, and the plans so far say which pages a row has."""
         assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
         assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
         tables, known = dict(self.tables), dict(self.tokens)
@@ -213,10 +255,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for new in plan.new_rows:
             self.tokens[new.row] = list(new.token_ids)
             self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
-        places = [(one.row, one.group, one.first_index + i) for one in plan.page_updates for i in range(len(one.page_ids))]
+        places = [
+            (one.row, one.group, one.first_index + i)
+            for one in plan.page_updates
+            for i in range(len(one.page_ids))
+        ]
         assert len(places) == len(set(places)), "a device writes them in no order"
         for update in plan.page_updates:
-            self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
+            self.tables[update.row][update.group] |= dict(
+                enumerate(update.page_ids, update.first_index)
+            )
         for write in plan.token_writes:
             self.tokens[write.row][write.position] = write.token_id
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
@@ -224,12 +272,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item in plan.items:
             assert item.row == by_seq[item.seq].row
             assert not by_seq[item.seq].awaiting_choice
-            for mine, theirs in zip(self.tokens[item.row][: item.start + item.count], by_seq[item.seq].tokens, strict=False):
+            for mine, theirs in zip(
+                self.tokens[item.row][: item.start + item.count],
+                by_seq[item.seq].tokens,
+                strict=False,
+            ):
                 assert mine == theirs
-            for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
-                assert dict(enumerate(table)) == {i: page for i, page in known.items() if i < len(table) or page}
-                first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
-                assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
+            for group, table, known in zip(
+                kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True
+            ):
+                assert dict(enumerate(table)) == {
+                    i: page for i, page in known.items() if i < len(table) or page
+                }
+                first, end = (
+                    item.start // group.page_size,
+                    group.num_pages_for(item.start + item.count),
+                )
+                assert all(table[group.first_needed(item.start) : end]), (
+                    "a page that is read was given back"
+                )
                 written += table[first:end]
         assert len(written) == len(set(written)), "two sequences write one page"
         assert all(kv.pool.references(page) >= 1 for page in written)
@@ -244,7 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(targets) == len(set(targets))
         stores, loads = (self.sent(plan, is_load) for is_load in (False, True))
         self.begin_moves(stores)
-        read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
+        # all, before any target is written
+        read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]
         self.num_copies += len(targets)
         for target, content in zip(targets, read, strict=True):
             self.write_page(target, content)
@@ -258,8 +320,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.contents[page] = content
 
     def compute(self, plan):
-        """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
-        those that it sees. States are read before any is written."""
+        """What a runner does: all write their tokens' keys and values, which depend on all tokens
+        up to there; then each finds those that it sees. States are read before any is written."""
         for item in plan.items:
             for group, table in self.state_tables(item) if item.start else ():
                 assert self.contents[table[(item.start - 1) // group.page_size]] == {
@@ -270,27 +332,52 @@ class SchedulerMachine(RuleBasedStateMachine):
                 end = item.start + item.count
                 for i in range(item.start // group.page_size, group.num_pages_for(end)):
                     self.before_write(table[i])
-                    self.contents[table[i]] = {0: tuple(self.tokens[item.row][: min(end, (i + 1) * group.page_size)])}
+                    self.contents[table[i]] = {
+                        0: tuple(self.tokens[item.row][: min(end, (i + 1) * group.page_size)])
+                    }
             for page, place, expected in self.places(item, plan.drafts, False):
                 self.before_write(page)
                 self.contents.setdefault(page, {})[place] = expected
         for item in plan.items:
-            for page, place, expected in self.places(item, plan.drafts, True) if not self.follows_wrong_drafts(item) else ():
+            for page, place, expected in (
+                self.places(item, plan.drafts, True) if not self.follows_wrong_drafts(item) else ()
+            ):
                 assert self.contents[page][place] == expected
 
     def follows_wrong_drafts(self, item):
         """Of a step in flight: what is computed counts for nothing."""
-        before = [(one, drawn) for plan, drawn in self.in_flight for one in plan.items if one.seq == item.seq]
-        return any(one.epoch == item.epoch and len(drawn.get(one.row, ())) < one.num_draws for one, drawn in before)
+        before = [
+            (one, drawn)
+            for plan, drawn in self.in_flight
+            for one in plan.items
+            if one.seq == item.seq
+        ]
+        return any(
+            one.epoch == item.epoch and len(drawn.get(one.row, ())) < one.num_draws
+            for one, drawn in before
+        )
 
     def state_tables(self, item):
         kv = self.scheduler.kv
-        return [(group, table) for group, table in zip(kv.groups, kv.tables(item.seq), strict=True) if group.is_state]
+        return [
+            (group, table)
+            for group, table in zip(kv.groups, kv.tables(item.seq), strict=True)
+            if group.is_state
+        ]
 
     def places(self, item, drafts, with_seen):
-        tokens = [*self.tokens[item.row][: item.start + item.count - item.num_drafts], *drafts.get(item.row, ())]
-        for group, table in zip(self.scheduler.kv.groups, self.scheduler.kv.tables(item.seq), strict=True):
-            first = (max(0, item.start - group.window + 1) if group.window else 0) if with_seen else item.start
+        tokens = [
+            *self.tokens[item.row][: item.start + item.count - item.num_drafts],
+            *drafts.get(item.row, ()),
+        ]
+        for group, table in zip(
+            self.scheduler.kv.groups, self.scheduler.kv.tables(item.seq), strict=True
+        ):
+            first = (
+                (max(0, item.start - group.window + 1) if group.window else 0)
+                if with_seen
+                else item.start
+            )
             for i in range(first, 0 if group.is_state else item.start + item.count):
                 yield table[i // group.page_size], i % group.page_size, tuple(tokens[: i + 1])
 
@@ -315,13 +402,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.table.check_integrity()
-        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages - self.scheduler.kv.held.num_pinned
-        SchedulerMachine.held_seen += sum(isinstance(event, PrefixHeld) for event in self.scheduler._emit.take())
+        assert (
+            self.scheduler.kv.num_free_pages
+            == self.scheduler.kv.num_pages - self.scheduler.kv.held.num_pinned
+        )
+        SchedulerMachine.held_seen += sum(
+            isinstance(event, PrefixHeld) for event in self.scheduler._emit.take()
+        )
 
 
 @pytest.mark.parametrize("num_sequences", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_thousands_of_random_steps(num_sequences):
-    """How many exactly is not Tidemill's: what Hypothesis draws depends on which other modules are imported."""
+    """How many exactly is not Tidemill's: what Hypothesis draws depends on which other modules are
+    imported."""
     SchedulerMachine.steps_taken = 0
     machine = SchedulerMachine.TestCase()
     machine.settings = settings(
@@ -336,12 +429,20 @@ def test_thousands_of_random_steps(num_sequences):
 
 
 def submit_some(machine, chance):
-    """Prompts that have much in common, so that many are admitted in a step with part of another's page."""
+    """Prompts that have much in common, so that many are admitted in a step with part of another's
+    page."""
     for _ in range(chance.randrange(4)):
         common = ([0, 1, 2, 2] * 4)[: chance.choice([0, 3, 7, 11, 15])]
         prompt = common + chance.choices(range(3), k=chance.randrange(1, 5))
-        ranks = {"priority": chance.choice([0, 0, 0, 1, BACKGROUND]), "tenant": chance.choice(["", "", "a"])}
-        max_tokens, n, salt = chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), chance.choice(["", "", "x"])
+        ranks = {
+            "priority": chance.choice([0, 0, 0, 1, BACKGROUND]),
+            "tenant": chance.choice(["", "", "a"]),
+        }
+        max_tokens, n, salt = (
+            chance.randrange(1, 5),
+            chance.choice([1, 1, 1, 3]),
+            chance.choice(["", "", "x"]),
+        )
         hold = dict(enumerate("abcd")).get((3 * sum(prompt) + len(prompt)) % 10)
         machine.submit(prompt, max_tokens, n, salt=salt, hold=hold, **ranks)
 
@@ -379,7 +480,9 @@ def test_without_eviction_nothing_is_ever_preempted(num_runs):
         chance, machine = random.Random(seed), SchedulerMachine()
         kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)]])
         page_size, index = chance.choice([2, 4, 8]), chance.choice(["radix", "radix", "hash"])
-        machine.start("continuous", page_size, 4, 48, True, index, "arrival", 1.0, kinds, evict=False)
+        machine.start(
+            "continuous", page_size, 4, 48, True, index, "arrival", 1.0, kinds, evict=False
+        )
         for _ in range(30):
             submit_some(machine, chance)
             if chance.random() < 0.1:
@@ -387,7 +490,12 @@ def test_without_eviction_nothing_is_ever_preempted(num_runs):
             if chance.random() < 0.2:
                 machine.renew(chance.choice("abcd"), chance.choice([0.0, 5.0]))
             drafts = chance.choices(range(2), k=chance.randrange(6))
-            machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4), chance.randrange(2))
+            machine.step(
+                chance.choices(range(EOS + 1), k=5),
+                drafts,
+                chance.randrange(1, 4),
+                chance.randrange(2),
+            )
             machine.sound()
         seen = machine.scheduler._emit.take()
         assert not [event for event in seen if isinstance(event, Preempted)]
@@ -398,13 +506,22 @@ def test_without_eviction_nothing_is_ever_preempted(num_runs):
 
 @pytest.mark.parametrize("num_requests", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("page_size", "num_pages", "index"), [(1, 160, "hash"), (16, 15, "radix")])
-def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_pages, index, num_requests):
-    """Thousands of them are aborted, many preempted, by force and for want of pages, some with samples that share pages."""
+def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(
+    page_size, num_pages, index, num_requests
+):
+    """Thousands of them are aborted, many preempted, by force and for want of pages, some with
+    samples that share pages."""
     chance, emit = random.Random(page_size), EventBuffer()
     group = Group(page_size, 0)
     kv = KVManager(1 + num_pages, page_size, True, [group], 48, index, tells_empty=True)
     scheduler = Scheduler(
-        kv, num_rows=12, token_budget=48, max_context=64, policy=make_policy("continuous"), clock=VirtualClock(), emit=emit
+        kv,
+        num_rows=12,
+        token_budget=48,
+        max_context=64,
+        policy=make_policy("continuous"),
+        clock=VirtualClock(),
+        emit=emit,
     )
     beginnings = [chance.choices(range(EOS), k=32) for _ in range(8)]
     live, in_flight, counts = dict[int, object](), deque(), Counter()
@@ -412,10 +529,17 @@ def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_p
         for _ in range(chance.randrange(5)):
             if counts["requests"] < num_requests and len(live) < 30:
                 counts["requests"] += 1
-                prompt = chance.choice(beginnings)[: chance.randrange(33)] + chance.choices(range(EOS), k=chance.randrange(1, 8))
-                params = SamplingParams(max_tokens=chance.randrange(1, 10), n=chance.choice([1] * 9 + [2]), seed=1)
+                prompt = chance.choice(beginnings)[: chance.randrange(33)] + chance.choices(
+                    range(EOS), k=chance.randrange(1, 8)
+                )
+                params = SamplingParams(
+                    max_tokens=chance.randrange(1, 10), n=chance.choice([1] * 9 + [2]), seed=1
+                )
                 how = {"priority": chance.randrange(2), "eos_token_ids": [EOS]}
-                live |= {request.seq: request for request in scheduler.table.add(Submit("r", prompt, params, **how))}
+                live |= {
+                    request.seq: request
+                    for request in scheduler.table.add(Submit("r", prompt, params, **how))
+                }
         if live and chance.random() < 0.7:
             counts["aborts"] += 1
             scheduler.table.abort(live.pop(chance.choice(list(live))), "fuzz")
@@ -424,7 +548,12 @@ def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_p
             scheduler.table.preempt(chance.choice(scheduler.running), "fuzz")
         plan = scheduler.plan()
         if plan is not None:
-            in_flight.append((plan, {item.row: [chance.randrange(EOS + 1)] for item in plan.items if item.samples}))
+            in_flight.append(
+                (
+                    plan,
+                    {item.row: [chance.randrange(EOS + 1)] for item in plan.items if item.samples},
+                )
+            )
         while in_flight and (plan is None or len(in_flight) > number % 2):
             for progress in scheduler.commit(*in_flight.popleft()):
                 if progress.finish_reason:

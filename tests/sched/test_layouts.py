@@ -1,4 +1,5 @@
-"""When prefill and decode engines are expected to be better than engines that do both, and the step costs this is told by."""
+"""When prefill and decode engines are expected to be better than engines that do both, and the step
+costs this is told by."""
 
 import random
 
@@ -6,7 +7,8 @@ import pytest
 
 from tidemill.sched.layouts import Engines, Load, StepCost, StepCosts, compare, expect_split
 
-COST = StepCost(0.01, 0.00005, 0.0001)  # seconds: a step, a token of a prompt, a sequence that decodes
+# seconds: a step, a token of a prompt, a sequence that decodes
+COST = StepCost(0.01, 0.00005, 0.0001)
 
 
 def engines(num, cost=COST):
@@ -27,7 +29,8 @@ def test_long_prompts_beside_decoding_speak_for_roles():
     [
         (Load(4, 20, 200), "too little"),  # short prompts
         (Load(0.1, 2000, 20), "too little"),  # so few that p99 does not see them
-        (Load(11, 2000, 100), "would not keep up"),  # one prefill engine has too little for these prompts
+        # one prefill engine has too little for these prompts
+        (Load(11, 2000, 100), "would not keep up"),
         (Load(4, 2000, 1), "nothing is decoded"),
     ],
 )
@@ -43,7 +46,9 @@ def test_kv_that_is_computed_again_is_no_gain():
 
 
 def test_more_engines_are_divided_as_their_work_is():
-    assert compare(Load(12, 4000, 50), engines(4), engines(4)).split.layout == "3 prefill + 1 decode"
+    assert (
+        compare(Load(12, 4000, 50), engines(4), engines(4)).split.layout == "3 prefill + 1 decode"
+    )
     assert expect_split(Load(100, 4000, 50), engines(4), 2).busy > 1
 
 

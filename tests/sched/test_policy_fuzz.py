@@ -1,4 +1,5 @@
-"""Random requests with and without KV policies, preempted and aborted: each finds what it must see, in a model of the cache."""
+"""Random requests with and without KV policies, preempted and aborted: each finds what it must see,
+in a model of the cache."""
 
 import random
 
@@ -18,12 +19,14 @@ CONTEXT, STREAM = 40, 100
 
 
 class Cache:
-    """What a runner would have in its pages: by page and offset, all tokens up to the one whose keys and values are there."""
+    """What a runner would have in its pages: by page and offset, all tokens up to the one whose
+    keys and values are there."""
 
     def __init__(self, scheduler):
         self.scheduler, self.kv, self.size = scheduler, scheduler.kv, scheduler.kv.page_size
         self.content, self.slots, self.policies = {}, {}, {}
-        self.host, self.moved = {}, []  # content by slot of host memory; moves made and not reported yet
+        # content by slot of host memory; moves made and not reported yet
+        self.host, self.moved = {}, []
 
     def move(self, plan, is_load):
         """At once, whenever it is reported."""
@@ -34,14 +37,19 @@ class Cache:
                 for offset, value in self.host[move.source].items():
                     self.content[move.target, offset] = value
             else:
-                self.host[move.target] = {offset: self.content.get((move.source, offset)) for offset in range(self.size)}
+                self.host[move.target] = {
+                    offset: self.content.get((move.source, offset)) for offset in range(self.size)
+                }
             self.moved.append(Moved(move.number, 100, 0.1))
 
     def run(self, plan):
         self.move(plan, is_load=False)
         for new in plan.new_rows:
             self.slots[new.row], self.policies[new.row] = None, new.spec.cache
-        read = [{offset: self.content.get((source, offset)) for offset in range(self.size)} for source, _ in plan.page_copies]
+        read = [
+            {offset: self.content.get((source, offset)) for offset in range(self.size)}
+            for source, _ in plan.page_copies
+        ]
         for (_, target), held in zip(plan.page_copies, read, strict=True):
             self.content |= {(target, offset): value for offset, value in held.items()}
         self.move(plan, is_load=True)
@@ -69,7 +77,8 @@ class Cache:
         page = self.table(item)[slot // self.size]
         assert page
         policy = self.policies[item.row]
-        if policy is not None and item.start + item.count > policy.num_plain:  # before, others may share it in the same step
+        # before, others may share it in the same step
+        if policy is not None and item.start + item.count > policy.num_plain:
             assert self.kv.pool.references(page) == 1
         self.content[page, slot % self.size] = value
 
@@ -82,15 +91,23 @@ class Cache:
         for position in range(item.start, item.start + item.count):
             assert policy.slot(position) == len(slots)
             assert [self.get(item, slot) for slot in range(len(slots))] == slots
-            slots.append(self.value(item, position) if position < policy.num_plain else (item.seq, item.epoch, position))
+            slots.append(
+                self.value(item, position)
+                if position < policy.num_plain
+                else (item.seq, item.epoch, position)
+            )
             self.put(item, len(slots) - 1, slots[-1])
             if policy.next_eviction(position) == position + 1:
                 del slots[policy.kept - policy.recent : len(slots) - policy.recent]
                 assert len(slots) == policy.kept
                 for slot, value in enumerate(slots):
-                    assert self.table(item)[slot // self.size] not in self.kv.index, "what is moved can be found"
+                    assert self.table(item)[slot // self.size] not in self.kv.index, (
+                        "what is moved can be found"
+                    )
                     self.put(item, slot, value)
-        most = policy.most_slots(max(item.start + item.count, self.scheduler.requests[item.seq].num_known))
+        most = policy.most_slots(
+            max(item.start + item.count, self.scheduler.requests[item.seq].num_known)
+        )
         assert self.kv.num_pages_of(item.seq) <= -(-most // self.size)
 
 
@@ -107,7 +124,9 @@ def policy_of(rng):
     return KVPolicy(kind, **given)
 
 
-@pytest.mark.parametrize(("index", "num_slots"), [*((index, 0) for index in INDEXES), ("hash", 8), ("hash", 30)])
+@pytest.mark.parametrize(
+    ("index", "num_slots"), [*((index, 0) for index in INDEXES), ("hash", 8), ("hash", 30)]
+)
 @pytest.mark.parametrize("num_steps", [250, pytest.param(7000, marks=pytest.mark.slow)])
 def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
     """`num_slots`: of host memory behind the pages."""
@@ -128,10 +147,14 @@ def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
                 context = STREAM if policy.kind in ("window", "streaming") else CONTEXT
                 prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, context - 1))]
                 room = context - len(prompt)
-                params = SamplingParams(max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 2]), seed=1)
+                params = SamplingParams(
+                    max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 2]), seed=1
+                )
                 made = settle(policy, len(prompt), params.max_tokens, CONTEXT)
                 num_evicting += made is not None
-                for request in scheduler.table.add(Submit(f"r{number}", prompt, params), cache=made, max_context=context):
+                for request in scheduler.table.add(
+                    Submit(f"r{number}", prompt, params), cache=made, max_context=context
+                ):
                     live[request.seq] = request
             if live and rng.random() < 0.02:
                 scheduler.table.abort(live.pop(rng.choice(list(live))), "fuzz")

@@ -1,4 +1,5 @@
-"""Which request is next: tenants in turn, ageing across priorities, and memory that does not grow with tenants that have left."""
+"""Which request is next: tenants in turn, ageing across priorities, and memory that does not grow
+with tenants that have left."""
 
 import zlib
 
@@ -49,7 +50,8 @@ def step(scheduler, clock, seconds=0.1):
 
 
 def flood(scheduler, clock, until, tenant, rows=1, limit_s=1000.0):
-    """Keep the most urgent priority queued, two for each slot, until a request ends. Returns what ended, in order."""
+    """Keep the most urgent priority queued, two for each slot, until a request ends. Returns what
+    ended, in order."""
     ended, num = [], 0
     while until not in ended:
         assert clock.now() < limit_s, f"{until} starves"
@@ -66,7 +68,9 @@ def test_no_priority_starves_another():
         scheduler, clock, buffer = make(rows=2)
         add(scheduler, "patient", 5, tenant, max_tokens=8)
         flood(scheduler, clock, "patient", "flood", rows=2, limit_s=2 * AGEING_S)
-        admitted = [e for e in buffer.take() if isinstance(e, events.Admitted) and e.request_id == "patient"]
+        admitted = [
+            e for e in buffer.take() if isinstance(e, events.Admitted) and e.request_id == "patient"
+        ]
         assert "; before higher priorities, after 10 s in the queue" in admitted[-1].reason
 
 
@@ -92,7 +96,8 @@ def test_what_started_by_age_is_not_preempted_for_the_priorities_it_passed():
 
 
 def test_urgent_requests_one_after_the_other_do_not_preempt_for_ever():
-    """The next one comes when the last one has ended, so that none is queued when the patient one starts."""
+    """The next one comes when the last one has ended, so that none is queued when the patient one
+    starts."""
     scheduler, clock, buffer = make(rows=1)
     add(scheduler, "patient", 1, max_tokens=100)
     ended, num = [], 0
@@ -180,7 +185,9 @@ def test_memory_does_not_grow_with_tenants_that_have_left():
 
 def test_samples_that_wait_for_their_prompt_do_not_stand_in_others_way():
     scheduler, clock, _ = make(rows=3)
-    scheduler.table.add(Submit("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a"))
+    scheduler.table.add(
+        Submit("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a")
+    )
     add(scheduler, "other", tenant="b", max_tokens=1)
     assert scheduler.waiting.num_waiting(False, "a") == 3
     ended = []
@@ -190,8 +197,9 @@ def test_samples_that_wait_for_their_prompt_do_not_stand_in_others_way():
 
 
 def test_what_is_preempted_for_a_priority_does_not_go_before_it():
-    """Requests that waited long before they started (nothing more urgent waited then) are not preempted: back in the queue they
-    would be level with the urgent one, and take the place that was made for it."""
+    """Requests that waited long before they started (nothing more urgent waited then) are not
+    preempted: back in the queue they would be level with the urgent one, and take the place that
+    was made for it."""
     scheduler, clock, buffer = make(rows=4, num_pages=32)
     first = [add(scheduler, f"first{i}", tenant="t", max_tokens=60) for i in range(4)]
     step(scheduler, clock)
@@ -228,7 +236,8 @@ def test_a_preempted_request_keeps_its_place_by_age():
 
 
 def test_a_tenant_with_all_slots_makes_way_for_another():
-    """At equal priority: its latest requests beyond half of the slots wait, and go on once the others have ended."""
+    """At equal priority: its latest requests beyond half of the slots wait, and go on once the
+    others have ended."""
     scheduler, clock, buffer = make(rows=4)
     for i in range(4):
         add(scheduler, f"many{i}", tenant="many", max_tokens=40)
@@ -283,14 +292,18 @@ def test_by_prefix_the_longest_cached_one_is_first(index):
     while scheduler.has_work:
         ended += step(scheduler, clock)
     assert ended == ["urgent", "long", "long too", "short", "other"]
-    reasons = {event.request_id: event.reason for event in buffer.take() if isinstance(event, events.Admitted)}
+    reasons = {
+        event.request_id: event.reason
+        for event in buffer.take()
+        if isinstance(event, events.Admitted)
+    }
     assert reasons["long"] == "prefix hit 12 of 13; before 2 that came earlier: the longest prefix"
     assert reasons["other"] == "prefix hit 0 of 4"
 
 
 def test_by_prefix_nobody_starves():
-    """Requests for a cached document keep coming. One that is not cached starts soon after its time, and from then on every
-    second one is the first in line."""
+    """Requests for a cached document keep coming. One that is not cached starts soon after its
+    time, and from then on every second one is the first in line."""
     scheduler, clock, _ = make(order="prefix")
     document, ended, num = list(range(500, 512)), [], 0
     add(scheduler, "before", prompt=[*document, 1])
@@ -305,7 +318,13 @@ def test_by_prefix_nobody_starves():
         ended += step(scheduler, clock)
     first = ended.index("patient0")
     assert first > 0.8 * PASSING_S / 0.2  # of two steps each
-    assert [name.startswith("patient") for name in ended[first:]] == [True, False, True, False, True]
+    assert [name.startswith("patient") for name in ended[first:]] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_by_prefix_tenants_stay_in_turn():

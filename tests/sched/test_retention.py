@@ -47,7 +47,9 @@ def test_a_pinned_prefix_stays_and_a_retained_one_yields_only_to_need(index):
     flood(scheduler)
     assert [cached(scheduler, range(n, n + 16)) for n in (0, 100, 200)] == [16, 16, 0]
     held = kinds(buffer, events.PrefixHeld)
-    assert [(one.name, one.num_tokens, one.is_pinned, one.num_pinned, one.num_held) for one in held] == [
+    assert [
+        (one.name, one.num_tokens, one.is_pinned, one.num_pinned, one.num_held) for one in held
+    ] == [
         ("a", 16, True, 4, 4),
         ("b", 16, False, 4, 8),
     ]
@@ -60,7 +62,13 @@ def test_a_pinned_prefix_stays_and_a_retained_one_yields_only_to_need(index):
 def test_a_hold_ends_at_its_time_or_when_it_is_let_go_and_can_be_renewed():
     scheduler, buffer = make(num_pages=32)
     for name, pinned in (("a", True), ("b", False), ("c", True)):
-        submit(scheduler, name, range(ord(name), ord(name) + 16), prefix_leases=[Hold(name, 16, 10.0, pinned)], salt=name)
+        submit(
+            scheduler,
+            name,
+            range(ord(name), ord(name) + 16),
+            prefix_leases=[Hold(name, 16, 10.0, pinned)],
+            salt=name,
+        )
     run(scheduler)
     scheduler.retention.renew("c", 100.0, "extended")
     scheduler._clock.advance(11.0)
@@ -102,19 +110,35 @@ def test_holds_share_pages_by_count_and_the_bound_ends_the_least_recent():
     assert scheduler.kv.num_held_pages == 2 + 5 + 4, "what is also of another hold is kept"
     submit(scheduler, "huge", range(1000, 1100), prefix_leases=[Hold("huge", 100, 60.0)])
     run(scheduler)
-    assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == ["it has 25 pages, and at most 16 may be held"]
+    assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == [
+        "it has 25 pages, and at most 16 may be held"
+    ]
 
 
 def test_pins_are_bounded_and_a_tenant_leaves_room_for_others():
     scheduler, buffer = make(num_pages=32)
     for i in range(4):
-        submit(scheduler, f"{i}", range(100 * i, 100 * i + 20), prefix_leases=[Hold(f"{i}", 20, 60.0, is_pinned=True)])
+        submit(
+            scheduler,
+            f"{i}",
+            range(100 * i, 100 * i + 20),
+            prefix_leases=[Hold(f"{i}", 20, 60.0, is_pinned=True)],
+        )
     run(scheduler)
-    assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == ["15 of 16 pages are pinned"]
+    assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == [
+        "15 of 16 pages are pinned"
+    ]
     scheduler, buffer = make(num_pages=32)
     for tenant, tokens in (("x", range(40)), ("x", range(32)), ("y", range(16)), ("y", range(16))):
         name = f"{tenant} {len(tokens)}"
-        submit(scheduler, name, tokens, prefix_leases=[Hold(name, len(tokens), 60.0, True)], tenant=tenant, salt=tenant)
+        submit(
+            scheduler,
+            name,
+            tokens,
+            prefix_leases=[Hold(name, len(tokens), 60.0, True)],
+            tenant=tenant,
+            salt=tenant,
+        )
         run(scheduler)
     assert [(one.name, one.reason) for one in kinds(buffer, events.PrefixNotHeld)] == [
         ("x 40", "it has 10 pages, and this API key may pin 8 more")
@@ -126,7 +150,14 @@ def test_a_pin_that_is_used_stays_whatever_others_have_pinned_since():
     scheduler, buffer = make(num_pages=32)
     for tenant, length in (("x", 32), ("y", 16), ("x", 32)):
         hold = Hold(tenant, length, 60.0, is_pinned=True)
-        submit(scheduler, f"{tenant}{length}", range(length), prefix_leases=[hold], tenant=tenant, salt=tenant)
+        submit(
+            scheduler,
+            f"{tenant}{length}",
+            range(length),
+            prefix_leases=[hold],
+            tenant=tenant,
+            salt=tenant,
+        )
         run(scheduler)
     assert not kinds(buffer, events.PrefixNotHeld, events.HoldEnded)
     assert scheduler.kv.held.num_pinned == 12
@@ -144,7 +175,13 @@ def test_a_pin_is_given_up_only_for_a_request_that_could_not_run_at_all():
 
 def test_a_session_is_held_with_its_output_until_it_is_known_whether_it_returns():
     scheduler, buffer = make(num_pages=32)
-    submit(scheduler, "turn", range(10), max_tokens=10, prefix_leases=[Hold("s", 0, 5.0, reason="may return")])
+    submit(
+        scheduler,
+        "turn",
+        range(10),
+        max_tokens=10,
+        prefix_leases=[Hold("s", 0, 5.0, reason="may return")],
+    )
     run(scheduler)
     (held,) = kinds(buffer, events.PrefixHeld)
     assert held.num_tokens == 16, "19 tokens were computed"
@@ -194,7 +231,8 @@ def test_without_eviction_as_many_run_as_fit_to_their_ends():
 
 
 def agents_and_one_shots(retain_s: float) -> list[Arrival]:
-    """Four sessions whose turns contain all before, and prompts that come once. `retain_s`: 0 retains no session."""
+    """Four sessions whose turns contain all before, and prompts that come once. `retain_s`: 0
+    retains no session."""
     chance, arrivals = random.Random(0), []
 
     def tokens(num: int) -> list[int]:
@@ -204,29 +242,56 @@ def agents_and_one_shots(retain_s: float) -> list[Arrival]:
         at, prompt = chance.uniform(0, 15), tokens(1500)
         for turn in range(4):
             name, num_output = f"agent {session} {turn}", chance.randrange(20, 60)
-            prefix_leases = (Hold(f"session {session}", 0, retain_s, reason="a tool call is under way"),) if retain_s else ()
-            arrivals.append(Arrival(name, at, len(prompt), num_output, prompt_ids=tuple(prompt), prefix_leases=prefix_leases))
-            prompt = [*prompt, *[0] * num_output, *tokens(chance.randrange(50, 400))]  # the simulator's tokens are 0
+            prefix_leases = (
+                (Hold(f"session {session}", 0, retain_s, reason="a tool call is under way"),)
+                if retain_s
+                else ()
+            )
+            arrivals.append(
+                Arrival(
+                    name,
+                    at,
+                    len(prompt),
+                    num_output,
+                    prompt_ids=tuple(prompt),
+                    prefix_leases=prefix_leases,
+                )
+            )
+            # the simulator's tokens are 0
+            prompt = [*prompt, *[0] * num_output, *tokens(chance.randrange(50, 400))]
             at += 3 + chance.uniform(5, 20)
     systems, at = [tokens(256) for _ in range(4)], 0.0
     while (at := at + chance.expovariate(6.0)) < 60.0:
         prompt = [*chance.choice(systems), *tokens(chance.randrange(100, 600))]
         name = f"one-shot {len(arrivals)}"
-        arrivals.append(Arrival(name, at, len(prompt), chance.randrange(10, 50), prompt_ids=tuple(prompt)))
+        arrivals.append(
+            Arrival(name, at, len(prompt), chance.randrange(10, 50), prompt_ids=tuple(prompt))
+        )
     return arrivals
 
 
 def shares_and_ttft(retain_s: float) -> dict[str, tuple[float, float]]:
-    """By kind of request: the share of prompt tokens that were cached, and the mean time to the first token."""
+    """By kind of request: the share of prompt tokens that were cached, and the mean time to the
+    first token."""
     arrivals = agents_and_one_shots(retain_s)
     config = SimConfig(num_rows=32, token_budget=512, num_pages=1200, max_pinned=0.5)
     result = simulate(arrivals, config, LinearCost(fixed_s=0.01, per_token_s=0.00025))
-    found = {event.request_id: event.num_cached for event in reversed(result.events) if isinstance(event, events.Admitted)}
-    first = {event.request_id: event.since_arrival_s for event in result.events if isinstance(event, events.FirstToken)}
+    found = {
+        event.request_id: event.num_cached
+        for event in reversed(result.events)
+        if isinstance(event, events.Admitted)
+    }
+    first = {
+        event.request_id: event.since_arrival_s
+        for event in result.events
+        if isinstance(event, events.FirstToken)
+    }
     figures = {}
     for kind in ("agent", "one-shot"):
         ours = [arrival for arrival in arrivals if arrival.request_id.startswith(kind)]
-        share = sum(found[arrival.request_id] for arrival in ours) / sum(arrival.num_prompt for arrival in ours)
+        share = sum(found[arrival.request_id] for arrival in ours) / sum(
+            arrival.num_prompt for arrival in ours
+        )
         figures[kind] = share, statistics.mean(first[arrival.request_id] for arrival in ours)
     return figures
 
@@ -240,9 +305,19 @@ def test_agents_find_their_sessions_among_one_shot_traffic():
 
 
 def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
-    """A preempted request comes back, and ends while its pages are still on their way: a stop string was found late."""
+    """A preempted request comes back, and ends while its pages are still on their way: a stop
+    string was found late."""
     scheduler, buffer = make(num_pages=32, tiers=Tiers(0, 0, [], page_bytes=100))
-    kv, a = scheduler.kv, submit(scheduler, "a", range(16), max_tokens=40, prefix_leases=[Hold("p", 0, 60.0, is_pinned=True)])
+    kv, a = (
+        scheduler.kv,
+        submit(
+            scheduler,
+            "a",
+            range(16),
+            max_tokens=40,
+            prefix_leases=[Hold("p", 0, 60.0, is_pinned=True)],
+        ),
+    )
     for _ in range(3):
         step(scheduler)
     keys = kv.index.keys_of(kv.path(a.tokens))

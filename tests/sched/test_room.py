@@ -25,7 +25,14 @@ def test_rows_and_pages_are_promised_once():
 
 
 def test_who_comes_first():
-    waiting = [("a", 0, 1), ("a", 0, 2), ("b", 0, 3), ("c", 5, 0), ("d", -1, 9), ("e", 2_000_000, 0)]
+    waiting = [
+        ("a", 0, 1),
+        ("a", 0, 2),
+        ("b", 0, 3),
+        ("c", 5, 0),
+        ("d", -1, 9),
+        ("e", 2_000_000, 0),
+    ]
     assert first_in(waiting, {"a": 2}, 1_000_000) == 4
     assert first_in(waiting[:4], {"a": 2, "b": 1}, 1_000_000) == 2
     assert first_in(waiting[:4], {}, 1_000_000) == 0

@@ -17,7 +17,17 @@ from tidemill.types.sampling import SamplingParams
 from tidemill.types.wire import Submit
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", tiers=None, **more):
+def make(
+    num_pages=64,
+    page_size=4,
+    rows=8,
+    budget=16,
+    policy="continuous",
+    context=256,
+    index="hash",
+    tiers=None,
+    **more,
+):
     buffer = EventBuffer()
     scheduler = Scheduler(
         KVManager(num_pages + 1, page_size, index=index, tiers=tiers),
@@ -33,8 +43,16 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
 
 
 def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
-    tokens = prompt if isinstance(prompt, list) else [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(prompt)]
-    return scheduler.table.add(Submit(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority))
+    tokens = (
+        prompt
+        if isinstance(prompt, list)
+        else [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(prompt)]
+    )
+    return scheduler.table.add(
+        Submit(
+            name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority
+        )
+    )
 
 
 def step(scheduler, token=0):
@@ -95,11 +113,16 @@ def test_a_new_row_is_described_once_and_pages_only_when_added():
 def test_what_policies_keep_beside_pages_is_limited():
     """A request waits until there is memory for what its row keeps; that goes with the request."""
     scheduler, buffer = make(policy_bytes=100)
-    policy = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 40, 256), beside_bytes=60)
+    policy = msgspec.structs.replace(
+        settle(read_policy({"kind": "h2o", "budget": 8}), 4, 40, 256), beside_bytes=60
+    )
     for name, cache in (("a", policy), ("b", policy), ("c", None)):
-        scheduler.table.add(Submit(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0)), cache=cache)
+        scheduler.table.add(
+            Submit(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0)), cache=cache
+        )
     plans = [step(scheduler)[0] for _ in range(4)]
-    assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]  # the queue's order stays
+    # the queue's order stays
+    assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]
     assert [plan.left_rows for plan in plans] == [[], [], [], [0]]
     reasons = {event.reason for event in buffer.take() if isinstance(event, events.Deferred)}
     assert "KV policies have 100 bytes, of which too many are taken" in reasons
@@ -133,7 +156,8 @@ def test_a_page_in_part_the_same_is_copied_before_the_step():
 
 
 def test_a_copy_of_what_is_discarded_is_not_made():
-    """A request is to copy a page, but no step has been sent since, and the page turns out to hold NaN."""
+    """A request is to copy a page, but no step has been sent since, and the page turns out to hold
+    NaN."""
     scheduler, buffer = make(budget=64, index="radix")
     common = list(range(10))
     (broken,) = add(scheduler, "a", [*common, 90, 91])
@@ -168,7 +192,14 @@ def test_prompt_logprobs_skip_the_prefix_cache():
     add(scheduler, "b", prompt, prompt_logprobs=1)
     assert counts(step(scheduler)[0]) == [(0, 20, True), (0, 20, True)]
     for start, num_cached in ((17, 16), (16, 12)):  # the logprob of a token needs the one before it
-        add(scheduler, f"from {start}", prompt, prompt_logprobs=1, prompt_logprobs_start=start, max_tokens=1)
+        add(
+            scheduler,
+            f"from {start}",
+            prompt,
+            prompt_logprobs=1,
+            prompt_logprobs_start=start,
+            max_tokens=1,
+        )
         assert counts(step(scheduler)[0])[-1] == (num_cached, 20 - num_cached, True)
 
 
@@ -184,11 +215,26 @@ def test_finished_requests_leave_in_that_step_and_the_next_takes_the_row():
 
 def test_finish_reasons():
     scheduler, _ = make()
-    scheduler.table.add(Submit("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=[9]))
-    scheduler.table.add(Submit("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=[9]))
-    scheduler.table.add(Submit("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,))))
+    scheduler.table.add(
+        Submit("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=[9])
+    )
+    scheduler.table.add(
+        Submit(
+            "ignored",
+            [1, 2],
+            SamplingParams(max_tokens=2, seed=0, ignore_eos=True),
+            eos_token_ids=[9],
+        )
+    )
+    scheduler.table.add(
+        Submit("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,)))
+    )
     _, done = step(scheduler, token=9)
-    assert {p.request.request_id: p.finish_reason for p in done} == {"eos": "stop", "ignored": None, "stop id": "stop"}
+    assert {p.request.request_id: p.finish_reason for p in done} == {
+        "eos": "stop",
+        "ignored": None,
+        "stop id": "stop",
+    }
     _, done = step(scheduler, token=9)
     assert {p.request.request_id: p.finish_reason for p in done} == {"ignored": "length"}
 
@@ -242,12 +288,14 @@ def test_an_urgent_request_takes_the_place_of_a_lower_one():
     _plan, done = step(scheduler)
     assert [p.request.request_id for p in done] == ["urgent"]
     assert [e.request_id for e in buffer.take() if isinstance(e, events.Preempted)] == ["low"]
-    assert next(iter(scheduler.waiting)).request_id == "low"  # back in its old place, before its equal
+    # back in its old place, before its equal
+    assert next(iter(scheduler.waiting)).request_id == "low"
     run(scheduler)
 
 
 def test_no_request_is_preempted_in_vain():
-    """Pages that a request of higher rank shares would not become free, so there is no point in preempting for them."""
+    """Pages that a request of higher rank shares would not become free, so there is no point in
+    preempting for them."""
     scheduler, buffer = make(num_pages=12, page_size=4, budget=64)
     prompt = list(range(16))
     add(scheduler, "top", prompt, max_tokens=20, priority=-5)
@@ -273,13 +321,28 @@ def test_a_forked_sample_preempts_none_for_pages_it_has():
 
 
 def test_tenants_share_what_there_is():
-    """One tenant floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
+    """One tenant floods the queue; the other's few requests are served in turn with its, and idling
+    saves up no claim."""
     scheduler, _ = make(rows=1, budget=16)
     for i in range(6):
-        scheduler.table.add(Submit(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a"))
+        scheduler.table.add(
+            Submit(
+                f"flood{i}",
+                [i + 1] * 8,
+                SamplingParams(max_tokens=2, seed=0, ignore_eos=True),
+                tenant="a",
+            )
+        )
     step(scheduler)
     for i in range(2):
-        scheduler.table.add(Submit(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b"))
+        scheduler.table.add(
+            Submit(
+                f"few{i}",
+                [i + 50] * 8,
+                SamplingParams(max_tokens=2, seed=0, ignore_eos=True),
+                tenant="b",
+            )
+        )
     order = []
     while scheduler.has_work:
         _, done = step(scheduler)
@@ -302,7 +365,9 @@ def test_samples_share_the_prompt_and_copy_the_page_they_write():
     assert counts(plan) == [(0, 10, True)]
     plan, _ = step(scheduler)
     assert counts(plan) == [(10, 1, True), (9, 1, True), (9, 1, True)]
-    first, second, third = plan.new_rows and [list(scheduler.kv.tables(r.seq)[0]) for r in scheduler.running]
+    first, second, third = plan.new_rows and [
+        list(scheduler.kv.tables(r.seq)[0]) for r in scheduler.running
+    ]
     assert first[:2] == second[:2] == third[:2]
     assert len({first[2], second[2], third[2]}) == 3
     assert len(plan.page_copies) == 2  # the last owner keeps the original
@@ -377,7 +442,11 @@ def test_the_reason_for_waiting_is_said_once():
 
 
 def tokens_of(scheduler, plan):
-    return {scheduler.requests[item.seq].request_id: item.count for item in plan.items if item.seq in scheduler.requests}
+    return {
+        scheduler.requests[item.seq].request_id: item.count
+        for item in plan.items
+        if item.seq in scheduler.requests
+    }
 
 
 def test_the_background_has_the_engine_while_no_other_request_is_there():
@@ -385,8 +454,10 @@ def test_the_background_has_the_engine_while_no_other_request_is_there():
     add(scheduler, "batch", 40, max_tokens=20, priority=BACKGROUND)
     assert tokens_of(scheduler, step(scheduler)[0]) == {"batch": 16}
     add(scheduler, "somebody", 12, max_tokens=4)
-    # It is in the middle of its prompt, and yet the newcomer starts at once and is not slowed by more than the allowed token.
-    assert tokens_of(scheduler, step(scheduler)[0]) == {"somebody": 12}  # a second prompt is not cut
+    # It is in the middle of its prompt, and yet the newcomer starts at once and is not slowed by
+    # more than the allowed token.
+    # a second prompt is not cut
+    assert tokens_of(scheduler, step(scheduler)[0]) == {"somebody": 12}
     for _ in range(3):
         assert step(scheduler)[0].num_tokens <= 2
     assert "somebody" not in {request.request_id for request in scheduler.running}
@@ -425,7 +496,15 @@ def test_rows_and_pages_are_given_up_by_the_background_first():
 
 def test_what_a_tenant_runs_in_the_background_is_not_counted_against_it():
     scheduler, _ = make(rows=1)
-    scheduler.table.add(Submit("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a"))
+    scheduler.table.add(
+        Submit(
+            "batch",
+            [5] * 30,
+            SamplingParams(max_tokens=30, seed=0),
+            priority=BACKGROUND,
+            tenant="a",
+        )
+    )
     for _ in range(10):
         step(scheduler)
     scheduler.table.add(Submit("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a"))
@@ -488,7 +567,9 @@ def test_a_slot_taken_in_a_step_that_computes_nothing_is_in_the_next_plan():
     scheduler.table.check_integrity()
     scheduler.policy.holds = False
     plan, _ = step(scheduler)
-    assert [(new.row, new.token_ids) for new in plan.new_rows] == [(request.row, request.tokens[:6])]
+    assert [(new.row, new.token_ids) for new in plan.new_rows] == [
+        (request.row, request.tokens[:6])
+    ]
     assert not step(scheduler)[0].new_rows
 
 
@@ -509,11 +590,13 @@ def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan
     scheduler.policy.holds = False
     step(scheduler)
     shared = scheduler.kv.tables(first.seq)[0][2]
-    scheduler.table.free_rows, kept = [], scheduler.table.free_rows  # the other samples cannot start yet
+    # the other samples cannot start yet
+    scheduler.table.free_rows, kept = [], scheduler.table.free_rows
     ahead = scheduler.plan()
     scheduler.table.free_rows = kept
     scheduler.policy.holds = True
-    assert scheduler.plan() is None  # the first one's last token is under way, the second one has its slot
+    # the first one's last token is under way, the second one has its slot
+    assert scheduler.plan() is None
     assert second.row >= 0
     scheduler.commit(ahead, {first.row: [1]})
     scheduler.policy.holds = False
@@ -531,7 +614,9 @@ def test_a_row_that_is_new_in_a_plan_has_its_pages_there_and_nowhere_else():
     assert len(plan.new_rows) == 2
     assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
     for new in plan.new_rows:
-        assert new.page_ids == scheduler.kv.tables(next(r.seq for r in scheduler.running if r.row == new.row))
+        assert new.page_ids == scheduler.kv.tables(
+            next(r.seq for r in scheduler.running if r.row == new.row)
+        )
 
 
 def test_drafts_leave_draws_to_requests_that_start_in_the_same_step():
@@ -600,10 +685,18 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
 
 def test_a_higher_priority_takes_what_kv_policies_keep_of_a_lower_one():
     scheduler, buffer = make(policy_bytes=100)
-    kept = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 200, 256), beside_bytes=60)
-    scheduler.table.add(Submit("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), priority=5), cache=kept)
+    kept = msgspec.structs.replace(
+        settle(read_policy({"kind": "h2o", "budget": 8}), 4, 200, 256), beside_bytes=60
+    )
+    scheduler.table.add(
+        Submit("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), priority=5), cache=kept
+    )
     step(scheduler)
-    scheduler.table.add(Submit("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0)), cache=kept)
+    scheduler.table.add(
+        Submit("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0)), cache=kept
+    )
     step(scheduler)
-    assert [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)] == ["low"]
+    assert [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)] == [
+        "low"
+    ]
     assert [request.request_id for request in scheduler.running] == ["high"]

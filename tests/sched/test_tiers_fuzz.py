@@ -1,5 +1,6 @@
-"""Random traffic over a pool with host memory, disk and another engine behind it. The runner here really moves what pages hold,
-late and in another order than told where it may, and fails now and then; what a request reads must be what was computed."""
+"""Random traffic over a pool with host memory, disk and another engine behind it. The runner here
+really moves what pages hold, late and in another order than told where it may, and fails now and
+then; what a request reads must be what was computed."""
 
 import random
 
@@ -11,16 +12,28 @@ from tidemill.kv.tiers import NOWHERE, Moved, Tier, Tiers
 from tidemill.runner.base import accept
 from tidemill.sched.queue import ORDERS
 
-KINDS = [(Tier.HOST, False), (Tier.HOST, True), (Tier.DISK, False), (Tier.DISK, True), (Tier.PEER, True), (Tier.EXPORT, False)]
+KINDS = [
+    (Tier.HOST, False),
+    (Tier.HOST, True),
+    (Tier.DISK, False),
+    (Tier.DISK, True),
+    (Tier.PEER, True),
+    (Tier.EXPORT, False),
+]
 
 
 class TierMachine(SchedulerMachine):
     def __init__(self, chance, num_slots, num_records, records=None, num_exports=0, remote=None):
         """`remote`: what another engine has, by place: key and content."""
         super().__init__()
-        self.num_exports, self.exported, self.remote = num_exports, {}, {} if remote is None else remote
+        self.num_exports, self.exported, self.remote = (
+            num_exports,
+            {},
+            {} if remote is None else remote,
+        )
         self.chance, self.num_slots, self.num_records = chance, num_slots, num_records
-        self.slots, self.records = {}, {} if records is None else records  # by slot: content; by record: key and content
+        # by slot: content; by record: key and content
+        self.slots, self.records = {}, {} if records is None else records
         self.queued = {tier: [] for tier in Tier}
         self.done = []
         self.counts = dict.fromkeys(KINDS, 0)
@@ -28,7 +41,9 @@ class TierMachine(SchedulerMachine):
 
     def make_kv(self, *how):
         on_disk = [(key, record) for record, (key, _) in self.records.items()]
-        self.tiers = Tiers(self.num_slots, self.num_records, on_disk, page_bytes=100, num_exports=self.num_exports)
+        self.tiers = Tiers(
+            self.num_slots, self.num_records, on_disk, page_bytes=100, num_exports=self.num_exports
+        )
         self.tiers.num_skipped = 2
         self.tiers.costs.computed(1, self.chance.choice([0.0, 1.0]))
         kv = KVManager(*how, self.tiers)
@@ -97,17 +112,23 @@ class TierMachine(SchedulerMachine):
         self.scheduler.table.check_integrity()
 
     def hear(self):
-        """Of the other engine: it has computed the same, or has evicted something, with and without saying so, or it is gone."""
+        """Of the other engine: it has computed the same, or has evicted something, with and without
+        saying so, or it is gone."""
         kv, what = self.scheduler.kv, self.chance.random()
         if what < 0.5:
             for slot, (key, content) in self.exported.items():
                 self.remote[100 + slot] = key, dict(content)
                 kv.offload.learn([(100 + slot, key)])
         elif what < 0.6 and self.remote:
-            self.remote[self.chance.choice(list(self.remote))] = b"another content", {0: "of another key"}
+            self.remote[self.chance.choice(list(self.remote))] = (
+                b"another content",
+                {0: "of another key"},
+            )
         elif what < 0.7 and self.remote:
             place = self.chance.choice(list(self.remote))
-            kv.offload.learn([(place, b"")], [self.remote.pop(place)[0]] if self.chance.random() < 0.5 else [])
+            kv.offload.learn(
+                [(place, b"")], [self.remote.pop(place)[0]] if self.chance.random() < 0.5 else []
+            )
         elif what < 0.75:
             kv.offload.learn([(place, b"") for place in self.remote])
             self.remote.clear()
@@ -159,16 +180,24 @@ class TierMachine(SchedulerMachine):
 
 
 # 179: a request computes what is on its way from another engine, and pins it.
-@pytest.mark.parametrize("seeds", [(*range(5), 179), pytest.param(range(700), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "seeds", [(*range(5), 179), pytest.param(range(700), marks=pytest.mark.slow)], ids=len
+)
 def test_pages_come_back_as_they_were(seeds):
     counts, num_failed, num_steps, num_runs = {}, 0, 0, len(seeds)
     for seed in seeds:
         chance, records, remote = random.Random(seed), {}, {}
         num_exports = [30, 0, 2][seed % 3]
         num_slots, num_records = chance.choice([0, 1, 3, 8, 40]), [60, 0, 4, 0][seed % 4]
-        kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]])
-        page_size, policy = chance.choice([1, 2, 4]), chance.choice(["continuous", "splitfuse", "prefill-first"])
-        for _ in range(2):  # the second time after a kill: only what is on disk, and in the other engine, is left
+        kinds = chance.choice(
+            [[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]
+        )
+        page_size, policy = (
+            chance.choice([1, 2, 4]),
+            chance.choice(["continuous", "splitfuse", "prefill-first"]),
+        )
+        # the second time after a kill: only what is on disk, and in the other engine, is left
+        for _ in range(2):
             machine = TierMachine(chance, num_slots, num_records, records, num_exports, remote)
             machine.start(policy, page_size, 4, 48, True, "hash", chance.choice(ORDERS), 1.0, kinds)
             for _ in range(16):
@@ -182,7 +211,12 @@ def test_pages_come_back_as_they_were(seeds):
                 if chance.random() < 0.05:
                     machine.fail_step()
                 drafts = chance.choices(range(2), k=chance.randrange(6))
-                machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4), chance.randrange(2))
+                machine.step(
+                    chance.choices(range(EOS + 1), k=5),
+                    drafts,
+                    chance.randrange(1, 4),
+                    chance.randrange(2),
+                )
                 machine.move_some()
                 machine.hear()
                 machine.sound()

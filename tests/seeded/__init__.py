@@ -1,7 +1,8 @@
 """One seed for all requests of tests that give none, in this process and in those that tests start.
 
-A test that samples without a seed fails by chance, once in a hundred runs. So requests without a seed have the same
-one everywhere; tests of randomness itself use the fixture `random_seeds`, in-process and for servers they start.
+A test that samples without a seed fails by chance, once in a hundred runs. So requests without a
+seed have the same one everywhere; tests of randomness itself use the fixture `random_seeds`,
+in-process and for servers they start.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-RANDOM = "TESTS_WITH_RANDOM_SEEDS"  # set: processes that are started draw seeds, as they do for users
+# set: processes that are started draw seeds, as they do for users
+RANDOM = "TESTS_WITH_RANDOM_SEEDS"
 SEED = 3
 _MODULE = "tidemill.types.sampling"
 
 
 class _Patched(MetaPathFinder):
-    """Finds `tidemill.types.sampling` as Python does, and gives it a source of seeds that is always the same."""
+    """Finds `tidemill.types.sampling` as Python does, and gives it a source of seeds that is always
+    the same."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _MODULE else None

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 if "TESTS_WITH_RANDOM_SEEDS" not in os.environ:
-    spec = importlib.util.spec_from_file_location("tests_seeded", Path(__file__).with_name("__init__.py"))
+    spec = importlib.util.spec_from_file_location(
+        "tests_seeded", Path(__file__).with_name("__init__.py")
+    )
     seeded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(seeded)
     seeded.seed_this_process()

@@ -18,9 +18,13 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.helpers import LONG_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
-needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="browser tests need chromium and chromedriver on the PATH")
+needs_chromium = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="browser tests need chromium and chromedriver on the PATH"
+)
 _SWITCHES = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run",
@@ -41,7 +45,12 @@ class Browser:
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
         """Of the page itself; a window cannot be as narrow as a phone."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": scale,
+            "mobile": width < 600,
+        }
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def open(self, url: str) -> None:
@@ -66,7 +75,9 @@ class Browser:
         self.type("#text", words, Keys.ENTER)
 
     def download_to(self, folder: Path) -> None:
-        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+        self.driver.execute_cdp_cmd(
+            "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)}
+        )
 
     def js(self, code: str, *given: Any) -> Any:
         return self.driver.execute_script(code, *given)
@@ -82,13 +93,27 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console says since the last look: errors, and what the page's policy forbade."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]
 
     def hosts(self) -> set[str]:
         """To which the page has sent requests since the last look."""
-        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        urls = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-        return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme in ("http", "https", "ws", "wss")}
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        urls = [
+            one["params"]["request"]["url"]
+            for one in messages
+            if one["method"] == "Network.requestWillBeSent"
+        ]
+        return {
+            urlsplit(url).netloc
+            for url in urls
+            if urlsplit(url).scheme in ("http", "https", "ws", "wss")
+        }
 
     def close(self) -> None:
         self.driver.quit()

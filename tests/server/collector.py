@@ -25,7 +25,9 @@ class Collector:
                     body = gzip.decompress(body)
                 assert self.path == "/v1/traces"
                 for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    collector.resource = {one.key: one.value.string_value for one in group.resource.attributes}
+                    collector.resource = {
+                        one.key: one.value.string_value for one in group.resource.attributes
+                    }
                     collector.spans += [span for scope in group.scope_spans for span in scope.spans]
                 self.send_response(200)
                 self.send_header("content-length", "0")
@@ -40,7 +42,11 @@ class Collector:
 
     def wait(self, name: str, request_id: str, num: int = 1) -> list[Span]:
         def find() -> list[Span]:
-            found = [span for span in self.spans if span.name == name and values(span).get("gen_ai.response.id") == request_id]
+            found = [
+                span
+                for span in self.spans
+                if span.name == name and values(span).get("gen_ai.response.id") == request_id
+            ]
             return found if len(found) >= num else []
 
         return until(find)
@@ -58,6 +64,10 @@ class Collector:
 def values(span: Span) -> dict[str, object]:
     def plain(value):
         kind = value.WhichOneof("value")
-        return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+        return (
+            [plain(one) for one in value.array_value.values]
+            if kind == "array_value"
+            else getattr(value, kind)
+        )
 
     return {one.key: plain(one.value) for one in span.attributes}

@@ -30,25 +30,33 @@ from tidemill.server.http.connections import BoundedProtocol
 
 class Server:
     def __init__(self, model: Path | None, *options: str, patch: str = "") -> None:
-        """`model`: served as tiny; None: the options name the models. `patch`: Python that is run in the server first."""
+        """`model`: served as tiny; None: the options name the models. `patch`: Python that is run
+        in the server first."""
         self._reserved = contextlib.ExitStack()
         self.port = self._reserved.enter_context(reserved_port())
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
             sys.executable,
-            *(("-c", f"{patch}\nfrom tidemill.cli.main import main\nmain()") if patch else ("-m", "tidemill")),
+            *(
+                ("-c", f"{patch}\nfrom tidemill.cli.main import main\nmain()")
+                if patch
+                else ("-m", "tidemill")
+            ),
             "serve",
             *([str(model), "--served-name", "tiny"] if model else []),
             "--port",
             str(self.port),
             "--no-request-log",  # nobody reads the pipe until the end
-            "--threads",  # threads that wait for each other spin, a third of what these tests would take
+            # threads that wait for each other spin, a third of what these tests would take
+            "--threads",
             "1",
             "--data-dir",
             f"{tempfile.gettempdir()}/data-of-tests/{uuid.uuid4()}",  # made only if it is used
             *options,
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def wait(self) -> Server:
         until(self._is_up)
@@ -57,7 +65,8 @@ class Server:
     def _is_up(self) -> bool:
         assert self.process.poll() is None, self.process.stdout.read()
         with contextlib.suppress(OSError, httpx.HTTPError):
-            socket.create_connection(("127.0.0.1", self.port)).close()  # much cheaper while nobody listens
+            # much cheaper while nobody listens
+            socket.create_connection(("127.0.0.1", self.port)).close()
             return httpx.get(f"{self.url}/health").status_code == 200
         return False
 
@@ -77,7 +86,12 @@ class Server:
     def engine_pids(self) -> list[int]:
         """In the order in which they were started."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return sorted(int(pid) for path in children for pid in path.read_text().split() if b"tidemill.engine" in command_of(pid))
+        return sorted(
+            int(pid)
+            for path in children
+            for pid in path.read_text().split()
+            if b"tidemill.engine" in command_of(pid)
+        )
 
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:
@@ -100,7 +114,9 @@ def command_of(pid: int | str) -> bytes:
 @asynccontextmanager
 async def behind_our_protocol(app: ASGIApp) -> AsyncIterator[int]:
     """An app of the test's own, served as ours is; its port."""
-    running = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", lifespan="off"))
+    running = uvicorn.Server(
+        uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", lifespan="off")
+    )
     task = asyncio.create_task(running.serve())
     await until_async(lambda: running.started)
     try:
@@ -112,7 +128,8 @@ async def behind_our_protocol(app: ASGIApp) -> AsyncIterator[int]:
 
 @pytest.fixture(scope="session")
 def roomy_folder(tmp_path_factory) -> Path:
-    """The tiny model with a context that has room for tools and conversations, of which each character is a token."""
+    """The tiny model with a context that has room for tools and conversations, of which each
+    character is a token."""
     path = tmp_path_factory.mktemp("roomy")
     make_llama(path, vocab_size=320, max_position_embeddings=4096)
     byte_tokenizer(path)
@@ -121,8 +138,9 @@ def roomy_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def roomy(roomy_folder):
-    """Without speculation: what it says soon repeats itself, and a long answer would be over before a test can stop it. It
-    measures the turns of its event loop for who asks (tests/server/lag.py)."""
+    """Without speculation: what it says soon repeats itself, and a long answer would be over before
+    a test can stop it. It measures the turns of its event loop for who asks
+    (tests/server/lag.py)."""
     running = Server(roomy_folder, "--speculate", "off", patch=PATCH).wait()
     yield running
     assert running.stop() == 0
@@ -172,7 +190,15 @@ def collector() -> Iterator[Collector]:
 def tenants(roomy_folder, data_folder, log_of_requests, collector):
     """Two keys, no admin key, and room for few files. Requests are logged and traced."""
     options = [word for key in KEYS for word in ("--api-key", key)]
-    options += ["--request-log", "--log-format", "json", "--log-file", str(log_of_requests), "--otlp-endpoint", collector.url]
+    options += [
+        "--request-log",
+        "--log-format",
+        "json",
+        "--log-file",
+        str(log_of_requests),
+        "--otlp-endpoint",
+        collector.url,
+    ]
     options += ["--data-dir", str(data_folder), "--data-quota", "1MB"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

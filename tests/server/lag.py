@@ -1,13 +1,14 @@
-"""How long a server's event loop is kept from its other tasks: CPU seconds of the whole process between two turns. Time in which
-other processes have the cores does not count, so it is much the same on a busy machine; time in which a thread holds the
-interpreter's lock does."""
+"""How long a server's event loop is kept from its other tasks: CPU seconds of the whole process
+between two turns. Time in which other processes have the cores does not count, so it is much the
+same on a busy machine; time in which a thread holds the interpreter's lock does."""
 
 from __future__ import annotations
 
 import httpx
 
 PATH = "/lag-of-tests"
-# Python that is run in the server first. The answer: the longest gap since it was last asked, and the routes.
+# Python that is run in the server first. The answer: the longest gap since it was last asked, and
+# the routes.
 PATCH = f"""
 import asyncio, json, time
 from tidemill.server import run
@@ -56,4 +57,8 @@ def stop_ticking(url: str) -> None:
 
 
 def routes_of(url: str) -> set[tuple[str, str]]:
-    return {(method, path) for method, path in httpx.get(f"{url}{PATH}").json()["routes"] if method not in ("HEAD", "OPTIONS")}
+    return {
+        (method, path)
+        for method, path in httpx.get(f"{url}{PATH}").json()["routes"]
+        if method not in ("HEAD", "OPTIONS")
+    }

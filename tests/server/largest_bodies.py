@@ -1,4 +1,5 @@
-"""The largest request bodies of every route, of several shapes. A route that is not here is asked without a body."""
+"""The largest request bodies of every route, of several shapes. A route that is not here is asked
+without a body."""
 
 import json
 from typing import Any
@@ -152,7 +153,11 @@ ANTHROPIC = [
     {"messages": [SHORT], "system": WORDS, "max_tokens": 1},
     {"messages": [SHORT], "max_tokens": 100, "stream": True, "stop_sequences": STOPS},
     {"messages": [{"role": "user", "content": [TEXT_PART] * 20_000}], "max_tokens": 1},
-    {"messages": [SHORT], "max_tokens": 1, "output_format": {"type": "json_schema", "schema": WIDE}},
+    {
+        "messages": [SHORT],
+        "max_tokens": 1,
+        "output_format": {"type": "json_schema", "schema": WIDE},
+    },
 ]
 GEMINI = [
     {"contents": [{"parts": [{"text": "x"}]}] * 2**14},

@@ -1,4 +1,5 @@
-"""Requests in the shapes of Claude Code and Codex: every field and header that these programs send, with texts of our own."""
+"""Requests in the shapes of Claude Code and Codex: every field and header that these programs send,
+with texts of our own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ RULES = [
 
 
 def _object(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    return {"$schema": SCHEMA, "type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "$schema": SCHEMA,
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _text(what: str, **more: Any) -> dict[str, Any]:
@@ -42,7 +49,11 @@ _TODO = {
     "required": ["content", "status", "activeForm"],
     "additionalProperties": False,
 }
-_EDITS = {"file_path": _text("The file."), "old_string": _text("The text to replace."), "new_string": _text("The new text.")}
+_EDITS = {
+    "file_path": _text("The file."),
+    "old_string": _text("The text to replace."),
+    "new_string": _text("The new text."),
+}
 CLAUDE_CODE_TOOLS = [
     ("Task", "Starts an agent for a task of several steps.", 14, _object(
         ["description", "prompt", "subagent_type"], description=_text("Three to five words."), prompt=_text("The task."),
@@ -100,8 +111,15 @@ CLAUDE_CODE_USER = "user_0b6f_account__session_5bb8b6f1-2f0c-4a55-9d5c-0f6c3b1f2
 
 def claude_code(messages: list[dict[str, Any]] | None = None, build: str = "1f0") -> dict[str, Any]:
     """A turn of the main loop. `build`: changes in the first system block from request to request."""
-    reminder = "<system-reminder>\nInstructions of the project:\n" + "\n".join(RULES) + "\n</system-reminder>\n"
-    first = [{"type": "text", "text": reminder}, {"type": "text", "text": "fix the failing test", "cache_control": CACHED}]
+    reminder = (
+        "<system-reminder>\nInstructions of the project:\n"
+        + "\n".join(RULES)
+        + "\n</system-reminder>\n"
+    )
+    first = [
+        {"type": "text", "text": reminder},
+        {"type": "text", "text": "fix the failing test", "cache_control": CACHED},
+    ]
     tools = [
         {"name": name, "description": _described(what, num), "input_schema": schema}
         for name, what, num, schema in CLAUDE_CODE_TOOLS
@@ -110,13 +128,20 @@ def claude_code(messages: list[dict[str, Any]] | None = None, build: str = "1f0"
         "model": "tiny",
         "messages": [{"role": "user", "content": first}, *(messages or [])],
         "system": [
-            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.109.{build}; cc_entrypoint=cli; cch={build};"},
+            {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version=2.1.109.{build}; cc_entrypoint=cli; cch={build};",
+            },
             {
                 "type": "text",
                 "text": "You are a program that works on code in a terminal.",
                 "cache_control": CACHED | {"ttl": "1h"},
             },
-            {"type": "text", "text": _described("You help with software.", 90), "cache_control": CACHED | {"ttl": "1h"}},
+            {
+                "type": "text",
+                "text": _described("You help with software.", 90),
+                "cache_control": CACHED | {"ttl": "1h"},
+            },
         ],
         "tools": tools,
         "metadata": {"user_id": CLAUDE_CODE_USER},
@@ -148,8 +173,18 @@ def claude_code_second_turn() -> list[dict[str, Any]]:
         },
     ]
     results = [
-        {"type": "tool_result", "tool_use_id": "toolu_01A", "content": [{"type": "text", "text": "     1\tdef test_tide():"}]},
-        {"type": "tool_result", "tool_use_id": "toolu_01B", "content": "Exit code 1", "is_error": True, "cache_control": CACHED},
+        {
+            "type": "tool_result",
+            "tool_use_id": "toolu_01A",
+            "content": [{"type": "text", "text": "     1\tdef test_tide():"}],
+        },
+        {
+            "type": "tool_result",
+            "tool_use_id": "toolu_01B",
+            "content": "Exit code 1",
+            "is_error": True,
+            "cache_control": CACHED,
+        },
         {"type": "text", "text": "<system-reminder>The list of tasks is empty.</system-reminder>"},
     ]
     return [{"role": "assistant", "content": called}, {"role": "user", "content": results}]
@@ -166,7 +201,9 @@ def claude_code_title() -> dict[str, Any]:
     return {
         "model": "tiny",
         "messages": [{"role": "user", "content": "fix the failing test"}],
-        "system": [{"type": "text", "text": "Write a title of three to seven words for this session."}],
+        "system": [
+            {"type": "text", "text": "Write a title of three to seven words for this session."}
+        ],
         "tools": [],
         "metadata": {"user_id": CLAUDE_CODE_USER},
         "max_tokens": 32000,
@@ -188,17 +225,35 @@ CODEX_HEADERS = {
     "version": "0.98.0",
     "x-codex-turn-metadata": "{}",
 }
-_LARK = 'start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?\nhunk: /[^*].*/ LF\n%import common.LF\n'
+_LARK = (
+    'start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?\nhunk: /[^*].*/ LF\n%import common.LF\n'
+)
 
 
-def _function(name: str, what: str, required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return {"type": "function", "name": name, "description": what, "strict": False, "parameters": schema}
+def _function(
+    name: str, what: str, required: list[str], **properties: dict[str, Any]
+) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "name": name,
+        "description": what,
+        "strict": False,
+        "parameters": schema,
+    }
 
 
 _STEP = {
     "type": "object",
-    "properties": {"step": {"type": "string"}, "status": {"type": "string", "description": "pending, in_progress or completed"}},
+    "properties": {
+        "step": {"type": "string"},
+        "status": {"type": "string", "description": "pending, in_progress or completed"},
+    },
     "required": ["step", "status"],
     "additionalProperties": False,
 }
@@ -237,8 +292,14 @@ def codex(more: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         "model": "tiny",
         "instructions": _described("You are a program that works on code in a terminal.", 80),
         "input": [
-            _said("developer", "<permissions instructions>" + " ".join(RULES) + "</permissions instructions>"),
-            _said("user", "<environment_context>\n  <cwd>/w</cwd>\n  <shell>bash</shell>\n</environment_context>"),
+            _said(
+                "developer",
+                "<permissions instructions>" + " ".join(RULES) + "</permissions instructions>",
+            ),
+            _said(
+                "user",
+                "<environment_context>\n  <cwd>/w</cwd>\n  <shell>bash</shell>\n</environment_context>",
+            ),
             _said("user", "fix the failing test"),
             *(more or []),
         ],
@@ -271,10 +332,25 @@ def codex_second_turn() -> list[dict[str, Any]]:
             "content": [{"type": "output_text", "text": "I run it."}],
             "phase": "commentary",
         },
-        {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "pytest -x"}', "call_id": "call_1"},
+        {
+            "type": "function_call",
+            "name": "exec_command",
+            "arguments": '{"cmd": "pytest -x"}',
+            "call_id": "call_1",
+        },
         {"type": "function_call_output", "call_id": "call_1", "output": "Exit code: 1"},
-        {"type": "custom_tool_call", "status": "completed", "call_id": "call_2", "name": "apply_patch", "input": patch},
-        {"type": "custom_tool_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "Done"}]},
+        {
+            "type": "custom_tool_call",
+            "status": "completed",
+            "call_id": "call_2",
+            "name": "apply_patch",
+            "input": patch,
+        },
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "call_2",
+            "output": [{"type": "input_text", "text": "Done"}],
+        },
         {
             "type": "function_call",
             "name": "high_water",
@@ -282,5 +358,9 @@ def codex_second_turn() -> list[dict[str, Any]]:
             "arguments": '{"port": "Hull"}',
             "call_id": "call_3",
         },
-        {"type": "function_call_output", "call_id": "call_3", "output": [{"type": "input_text", "text": "at noon"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "call_3",
+            "output": [{"type": "input_text", "text": "at noon"}],
+        },
     ]

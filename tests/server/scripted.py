@@ -18,7 +18,8 @@ TEMPLATE = (
     "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
 )
 CHAINS = [
-    ["<|assistant|>", "<think>", *"hm", "</think>", *"ok", "</s>"],  # a chat: it thinks, unless the template ends that
+    # a chat: it thinks, unless the template ends that
+    ["<|assistant|>", "<think>", *"hm", "</think>", *"ok", "</s>"],
     ["<|fim_middle|>", *"xyz", "<|file_sep|>"],  # fill in the middle
 ]
 
@@ -26,12 +27,23 @@ CHAINS = [
 def make_scripted(path: Path) -> None:
     byte_tokenizer(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    make_llama(path, vocab_size=320, hidden_size=320, num_hidden_layers=1, tie_word_embeddings=False, max_position_embeddings=512)
+    make_llama(
+        path,
+        vocab_size=320,
+        hidden_size=320,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
     _write_weights(path, tokenizer)
 
 
@@ -39,7 +51,10 @@ def _write_weights(path: Path, tokenizer: Tokenizer) -> None:
     """Token i is the i-th unit vector, the layer adds nothing, and the head looks the successor up."""
     from safetensors.torch import load_file, save_file
 
-    weights = {name: torch.zeros_like(tensor) for name, tensor in load_file(path / "model.safetensors").items()}
+    weights = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
     for name in weights:
         if "norm" in name:
             weights[name].fill_(1.0)

@@ -23,7 +23,10 @@ class ScriptedService:
     model_name, response_defaults, max_context, adapter = "tiny", ResponseDefaults(), 4096, 0
     defaults = SimpleNamespace(limit=None)
     tokenizer = SimpleNamespace(
-        chat_template=None, variables={}, token_text=str, token_bytes=lambda token: str(token).encode()
+        chat_template=None,
+        variables={},
+        token_text=str,
+        token_bytes=lambda token: str(token).encode(),
     )
 
     def __init__(self, outputs, template="", num_prompt=5):
@@ -41,7 +44,9 @@ class ScriptedService:
     async def check_grammar(self, params, of_tools=False):
         pass
 
-    def output_format(self, prompt_ids, functions=(), must_call=False, continued="", variables=None):
+    def output_format(
+        self, prompt_ids, functions=(), must_call=False, continued="", variables=None
+    ):
         return ModelFormat.of(self._template).output_format("", functions, must_call)
 
     async def stream(self, *_, **__):
@@ -53,7 +58,10 @@ def outputs_of(texts, num_cached=0, reasoning=()):
     """A token for each text, and one that ends the output."""
     for text in texts:
         is_reasoning = int(text in reasoning)
-        yield Delta("r", 0, [1], num_cached=num_cached), TextDelta(text, 1, None, num_reasoning=is_reasoning)
+        yield (
+            Delta("r", 0, [1], num_cached=num_cached),
+            TextDelta(text, 1, None, num_reasoning=is_reasoning),
+        )
     yield Delta("r", 0, [1], "stop", num_cached=num_cached), TextDelta("", 1, "stop")
 
 

@@ -22,7 +22,9 @@ def history(seconds, every_s, num_prompt, num_output):
             num_decoding = 10 + number % 10
             took = 0.01 + 0.00005 * prompt + 0.0001 * num_decoding
             step, now = step + 1, now + took
-            plan = events.StepPlanned(now, step, prompt + num_decoding, 2048, num_decoding, 1, 20, 0, 99, ())
+            plan = events.StepPlanned(
+                now, step, prompt + num_decoding, 2048, num_decoding, 1, 20, 0, 99, ()
+            )
             made += [plan, events.StepDone(now, step, took, num_decoding)]
         made.append(events.Finished(now, name, "length", num_prompt, num_output, 0, 0.0, 0.0, 1.0))
     return made
@@ -31,7 +33,10 @@ def history(seconds, every_s, num_prompt, num_output):
 def test_long_prompts_are_told_and_counted():
     advisor, metrics = Advisor(EngineOptions()), Metrics()
     first = advisor.begin(CONFIG, 0.0)
-    assert (first.disaggregate, in_words(first)) == (False, "no load is measured yet: engines do both")
+    assert (first.disaggregate, in_words(first)) == (
+        False,
+        "no load is measured yet: engines do both",
+    )
     said = advisor.take(history(70, 0.25, 2000, 200))
     assert [one.disaggregate for one in said] == [True]
     assert "2000 new prompt tokens and 200 output tokens" in said[0].figures

@@ -12,7 +12,11 @@ from tests.server.scripted_service import ScriptedService, app_of, endpoint_of, 
 from tidemill.server.api.anthropic.codec import MessagesCodec
 from tidemill.server.api.anthropic.types import MessagesRequest
 
-ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}
+ASK = {
+    "model": "tiny",
+    "max_tokens": 12,
+    "messages": [{"role": "user", "content": "Hello there, how high is the water?"}],
+}
 GREEDY = {"temperature": 0}  # the newest clients have no parameter for it
 TOOL = {
     "name": "high_water",
@@ -54,7 +58,10 @@ def test_the_prompt_is_counted_and_found_again(client):
     assert usage.cache_read_input_tokens > 0
 
 
-@pytest.mark.parametrize("choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "high_water"}])
+@pytest.mark.parametrize(
+    "choice",
+    [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "high_water"}],
+)
 def test_a_tool_that_must_be_used(client, choice):
     settings = ASK | {"max_tokens": 200, "tools": [TOOL], "tool_choice": choice}
     whole = client.messages.create(**settings)
@@ -66,8 +73,16 @@ def test_a_tool_that_must_be_used(client, choice):
         pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
         (streamed,) = stream.get_final_message().content
     assert streamed.input == json.loads(pieces)
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "at noon"}]}
-    turns = [*ASK["messages"], {"role": "assistant", "content": [block.model_dump()]}, {"role": "user", "content": [result]}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": block.id,
+        "content": [{"type": "text", "text": "at noon"}],
+    }
+    turns = [
+        *ASK["messages"],
+        {"role": "assistant", "content": [block.model_dump()]},
+        {"role": "user", "content": [result]},
+    ]
     assert client.messages.create(**ASK | {"messages": turns, "tools": [TOOL]}).content is not None
 
 
@@ -78,7 +93,11 @@ INPUTS = [{"port": "Brest"}, {"port": "Hull"}, {}, {"port": "Brest", "deep": {"a
 @pytest.mark.parametrize("is_forced", [True, False])
 async def test_each_of_several_calls_keeps_its_input(step, is_forced):
     calls = [json.dumps({"name": "high_water", "arguments": one}) for one in INPUTS]
-    text = f"[{', '.join(calls)}]" if is_forced else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    text = (
+        f"[{', '.join(calls)}]"
+        if is_forced
+        else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    )
     choice = {"type": "any"} if is_forced else None
     parts = [text[i : i + step] for i in range(0, len(text), step)]
 
@@ -98,10 +117,16 @@ async def test_each_of_several_calls_keeps_its_input(step, is_forced):
             assert event["index"] == len(streamed)
             streamed[event["index"]] = [event["content_block"], ""]
         elif event["type"] == "content_block_delta":
-            streamed[event["index"]][1] += event["delta"].get("partial_json", "") + event["delta"].get("text", "")
-    assert [block["type"] for block, _ in streamed.values()] == [block["type"] for block in whole["content"]]
+            streamed[event["index"]][1] += event["delta"].get("partial_json", "") + event[
+                "delta"
+            ].get("text", "")
+    assert [block["type"] for block, _ in streamed.values()] == [
+        block["type"] for block in whole["content"]
+    ]
     for (_, pieces), block in zip(streamed.values(), whole["content"], strict=True):
-        assert (json.loads(pieces) if block["type"] == "tool_use" else pieces) == block.get("input", block.get("text"))
+        assert (json.loads(pieces) if block["type"] == "tool_use" else pieces) == block.get(
+            "input", block.get("text")
+        )
 
 
 def test_several_calls_by_the_client(client):
@@ -110,7 +135,9 @@ def test_several_calls_by_the_client(client):
     whole = client.messages.create(**settings, extra_body=GREEDY)
     with client.messages.stream(**settings, extra_body=GREEDY) as stream:
         streamed = stream.get_final_message()
-    assert [(block.name, block.input) for block in whole.content] == [(block.name, block.input) for block in streamed.content]
+    assert [(block.name, block.input) for block in whole.content] == [
+        (block.name, block.input) for block in streamed.content
+    ]
     assert all(block.input["port"] in ("Brest", "Hull") for block in whole.content[:-1])
 
 
@@ -120,11 +147,30 @@ def test_several_calls_by_the_client(client):
         {"max_tokens": 0},
         {"max_tokens": None},
         {"messages": []},
-        {"messages": [{"role": "system", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
         {
             "messages": [
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}]}
+                {
+                    "role": "system",
+                    "content": [{"type": "document", "source": {"type": "text", "data": "x"}}],
+                }
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "document", "source": {"type": "url", "url": "x"}}],
+                }
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}
+                    ],
+                }
             ]
         },
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -134,7 +180,10 @@ def test_several_calls_by_the_client(client):
         {"mcp_servers": [{"type": "url", "url": "x", "name": "x"}]},
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "tool", "name": "web_search"}},
+        {
+            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "tool", "name": "web_search"},
+        },
         {"output_config": {"format": {"type": "json_schema"}}},
         {"tool_choice": {"type": "tool", "name": "nothing"}},
         {"nonsense": 1},
@@ -179,16 +228,22 @@ def test_what_has_no_effect_is_accepted_and_named(client):
 
 def test_structured_output(client):
     shape = {"type": "json_schema", "schema": TOOL["input_schema"]}
-    for more in ({"output_config": {"format": shape, "effort": "low"}}, {"extra_body": {"output_format": shape}}):
+    for more in (
+        {"output_config": {"format": shape, "effort": "low"}},
+        {"extra_body": {"output_format": shape}},
+    ):
         reply = client.messages.create(**ASK | {"max_tokens": 100}, **more)
         assert json.loads(reply.content[0].text)["port"] in ("Brest", "Hull")
 
 
 def test_more_tokens_than_fit_the_context(client):
     """Programs ask for the most their usual model can write."""
-    long = {"type": "json_schema", "schema": {"type": "string", "minLength": 5000}}  # it cannot end earlier
+    # it cannot end earlier
+    long = {"type": "json_schema", "schema": {"type": "string", "minLength": 5000}}
     messages = [{"role": "user", "content": "x" * 4000}]
-    with client.messages.stream(model="tiny", max_tokens=32000, messages=messages, output_config={"format": long}) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=32000, messages=messages, output_config={"format": long}
+    ) as stream:
         reply = stream.get_final_message()
     counted = client.messages.count_tokens(model="tiny", messages=messages).input_tokens
     assert reply.stop_reason == "model_context_window_exceeded"
@@ -203,25 +258,44 @@ def prompt_of(**body):
 
 def test_a_prefill_is_continued_as_text_or_as_blocks(client):
     user = ASK["messages"]
-    for content in ("The water is", [{"type": "text", "text": "The water"}, {"type": "text", "text": " is"}]):
+    for content in (
+        "The water is",
+        [{"type": "text", "text": "The water"}, {"type": "text", "text": " is"}],
+    ):
         said, continues = prompt_of(messages=[*user, {"role": "assistant", "content": content}])
         assert (said[-1]["content"], continues) == ("The water is", True)
     texts = [
         client.messages.create(
-            **ASK | {"messages": [*user, {"role": "assistant", "content": content}]}, extra_body=GREEDY
+            **ASK | {"messages": [*user, {"role": "assistant", "content": content}]},
+            extra_body=GREEDY,
         ).content
         for content in ("The water is", [{"type": "text", "text": "The water is"}])
     ]
     assert texts[0] == texts[1]
-    called = [{"type": "text", "text": "So"}, {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}]
+    called = [
+        {"type": "text", "text": "So"},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}},
+    ]
     assert not prompt_of(messages=[*user, {"role": "assistant", "content": called}])[1]
     assert not prompt_of(messages=[*user, {"role": "assistant", "content": ""}])[1]
 
 
 def test_a_conversation_of_every_block():
-    document = {"type": "document", "title": "Tables", "source": {"type": "text", "media_type": "text/plain", "data": "3 m"}}
-    found = {"type": "search_result", "source": "a.b", "title": "Tide", "content": [{"type": "text", "text": "5 m"}]}
-    thought = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
+    document = {
+        "type": "document",
+        "title": "Tables",
+        "source": {"type": "text", "media_type": "text/plain", "data": "3 m"},
+    }
+    found = {
+        "type": "search_result",
+        "source": "a.b",
+        "title": "Tide",
+        "content": [{"type": "text", "text": "5 m"}],
+    }
+    thought = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+    ]
     call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "é"}}
     result = {
         "type": "tool_result",
@@ -255,12 +329,20 @@ def test_a_conversation_of_every_block():
 
 
 def test_every_block_by_the_client(client):
-    found = {"type": "search_result", "source": "a.b", "title": "Tide", "content": [{"type": "text", "text": "5 m"}]}
+    found = {
+        "type": "search_result",
+        "source": "a.b",
+        "title": "Tide",
+        "content": [{"type": "text", "text": "5 m"}],
+    }
     turns = [
         *ASK["messages"],
         {
             "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "So."}],
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "So."},
+            ],
         },
         {"role": "system", "content": "Be quick."},
         {"role": "user", "content": [found, {"type": "text", "text": "And?"}]},
@@ -286,13 +368,18 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
     app = app_of(MessagesCodec, "/v1/messages", service)
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
     async with behind_our_protocol(app) as port:
-        client = anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        client = anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0
+        )
         async with client.messages.stream(**ASK, tools=[TOOL], thinking=thinking) as stream:
             kinds = [event.type async for event in stream]
             reply = await stream.get_final_message()
         await client.close()
     thought, text, *calls = reply.content
-    assert (thought.type, thought.thinking) == ("thinking", "The tide turns." if display == "summarized" else "")
+    assert (thought.type, thought.thinking) == (
+        "thinking",
+        "The tide turns." if display == "summarized" else "",
+    )
     assert thought.signature
     assert ("thinking" in kinds) == (display == "summarized")
     assert "signature" in kinds
@@ -314,11 +401,16 @@ def high_water(port: Literal["Brest"]) -> str:
 
 
 def test_the_tool_runner_goes_on_without_a_thread(client):
-    """Threads are stored conversations: it begins one by default, and sends all messages where there are none."""
+    """Threads are stored conversations: it begins one by default, and sends all messages where
+    there are none."""
     tool = anthropic.beta_tool(high_water)
     choice = {"type": "tool", "name": "high_water", "disable_parallel_tool_use": True}
     runner = client.beta.messages.tool_runner(
-        **ASK | {"max_tokens": 100}, tools=[tool], tool_choice=choice, max_iterations=2, extra_body=GREEDY
+        **ASK | {"max_tokens": 100},
+        tools=[tool],
+        tool_choice=choice,
+        max_iterations=2,
+        extra_body=GREEDY,
     )
     replies = list(runner)
     assert [block.name for reply in replies for block in reply.content] == ["high_water"] * 2
@@ -329,12 +421,24 @@ def test_a_thread_is_refused_as_anthropic_refuses_what_threads_cannot_do(roomy):
         reply = httpx.post(f"{roomy.url}/v1/messages", json=ASK | {"thread": thread})
         assert reply.status_code == 400
         assert reply.json()["error"]["type"] == "invalid_request_error"
-        assert reply.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert reply.json()["error"]["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
 
 
 def test_what_counts_tokens_takes_a_whole_request(roomy):
-    counted = httpx.post(f"{roomy.url}/v1/messages/count_tokens", json={"messages": ASK["messages"]})
-    more = {"stream": True, "temperature": 0.3, "top_p": 0.9, "top_k": 4, "stop_sequences": ["x"], "metadata": {"user_id": "u"}}
+    counted = httpx.post(
+        f"{roomy.url}/v1/messages/count_tokens", json={"messages": ASK["messages"]}
+    )
+    more = {
+        "stream": True,
+        "temperature": 0.3,
+        "top_p": 0.9,
+        "top_k": 4,
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "u"},
+    }
     whole = httpx.post(f"{roomy.url}/v1/messages/count_tokens", json=ASK | more)
     assert whole.status_code == 200, whole.text
     assert whole.json() == counted.json()
@@ -353,7 +457,11 @@ def test_every_response_has_a_request_id_and_errors_have_anthropics_types(client
     keyless = httpx.post(f"{tenants.url}/v1/messages", json=ASK)
     assert keyless.json()["error"]["type"] == "authentication_error"
     assert keyless.json()["request_id"] == keyless.headers["request-id"]
-    large = httpx.post(f"{roomy.url}/v1/messages", content=b"[" * 9_000_000, headers={"content-type": "application/json"})
+    large = httpx.post(
+        f"{roomy.url}/v1/messages",
+        content=b"[" * 9_000_000,
+        headers={"content-type": "application/json"},
+    )
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     nowhere = httpx.get(f"{roomy.url}/v1/messages/nowhere")
     assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")

@@ -27,7 +27,12 @@ BODIES = {
     "/v1/completions": {"model": "tiny", "prompt": "The tide", "max_tokens": 5, "temperature": 0},
     "/v1/chat/completions": {"model": "tiny", "messages": CHAT, "max_tokens": 5, "temperature": 0},
     "/v1/embeddings": {"model": "tiny", "input": "The tide"},
-    "/v1/responses": {"model": "tiny", "input": "The tide", "max_output_tokens": 5, "temperature": 0},
+    "/v1/responses": {
+        "model": "tiny",
+        "input": "The tide",
+        "max_output_tokens": 5,
+        "temperature": 0,
+    },
 }
 
 
@@ -41,17 +46,27 @@ def client(roomy):
 
 
 def lines_of(url, bodies):
-    return [{"custom_id": f"line {i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    return [
+        {"custom_id": f"line {i}", "method": "POST", "url": url, "body": body}
+        for i, body in enumerate(bodies)
+    ]
 
 
 def begin(client, url, lines, window="24h", **more):
     content = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("requests.jsonl", content), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window, **more)
+    return client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window=window, **more
+    )
 
 
 def end(client, batch):
-    until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "expired", "cancelled"))
+    until(
+        lambda: (
+            client.batches.retrieve(batch.id).status
+            in ("completed", "failed", "expired", "cancelled")
+        )
+    )
     return client.batches.retrieve(batch.id)
 
 
@@ -62,26 +77,49 @@ def least_completed(client, batch, least: int) -> int:
 
 
 def read(client, file_id):
-    return [] if file_id is None else [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    return (
+        []
+        if file_id is None
+        else [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    )
 
 
 @pytest.mark.parametrize("url", BODIES)
 def test_every_endpoint_answers_as_its_route_does(client, roomy, url):
-    bodies = [BODIES[url], BODIES[url] | {"user": "somebody"}, BODIES[url] | {"colour": "blue"}, BODIES[url] | {"model": "other"}]
+    bodies = [
+        BODIES[url],
+        BODIES[url] | {"user": "somebody"},
+        BODIES[url] | {"colour": "blue"},
+        BODIES[url] | {"model": "other"},
+    ]
     begun = begin(client, url, lines_of(url, bodies), metadata={"for": "the test"})
     assert begun.status == "validating"
     batch = end(client, begun)
     assert batch.status == "completed"
     assert (batch.endpoint, batch.metadata, batch.errors) == (url, {"for": "the test"}, None)
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (4, 2, 2)
-    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
+    assert (
+        batch.request_counts.total,
+        batch.request_counts.completed,
+        batch.request_counts.failed,
+    ) == (4, 2, 2)
+    assert (
+        batch.created_at
+        <= batch.in_progress_at
+        <= batch.finalizing_at
+        <= batch.completed_at
+        < batch.expires_at
+    )
     made = read(client, batch.output_file_id)
     asked = httpx.post(roomy.url + url, json=BODIES[url]).json()
 
     def gist(answer):
         """Without ids and times."""
         return {name: answer.get(name) for name in ("choices", "data", "object", "model")} | {
-            "texts": [item["content"][0]["text"] for item in answer.get("output", []) if item["type"] == "message"]
+            "texts": [
+                item["content"][0]["text"]
+                for item in answer.get("output", [])
+                if item["type"] == "message"
+            ]
         }
 
     assert [one["custom_id"] for one in made] == ["line 0", "line 1"]
@@ -100,7 +138,12 @@ def test_every_endpoint_answers_as_its_route_does(client, roomy, url):
 
 def test_lists(client):
     ids = [
-        end(client, begin(client, "/v1/completions", lines_of("/v1/completions", [BODIES["/v1/completions"]]))).id
+        end(
+            client,
+            begin(
+                client, "/v1/completions", lines_of("/v1/completions", [BODIES["/v1/completions"]])
+            ),
+        ).id
         for _ in range(3)
     ]
     assert [one.id for one in client.batches.list(limit=2)][:3] == ids[::-1]
@@ -120,7 +163,12 @@ def test_a_file_with_problems_fails_with_all_of_them(client):
         post | {"custom_id": ""},
     ]  # fmt: skip
     content = "\n".join(map(json.dumps, lines)).encode() + b"\n\n{nonsense\n\xff\xfe\0\n"
-    content += json.dumps(post | {"custom_id": "f", "body": {"stream": "?"}}).encode().replace(b"?", b"\xff") + b"\n"
+    content += (
+        json.dumps(post | {"custom_id": "f", "body": {"stream": "?"}})
+        .encode()
+        .replace(b"?", b"\xff")
+        + b"\n"
+    )
     batch = end(client, begin(client, url, content))
     assert batch.status == "failed"
     assert batch.failed_at
@@ -139,13 +187,20 @@ def test_a_file_with_problems_fails_with_all_of_them(client):
 
 def test_files_beyond_measure(tmp_path, monkeypatch):
     path = tmp_path / "f"
-    one = json.dumps({"custom_id": "a", "method": "POST", "url": "/x", "body": {"prompt": ""}}).encode()
+    one = json.dumps(
+        {"custom_id": "a", "method": "POST", "url": "/x", "body": {"prompt": ""}}
+    ).encode()
     path.write_bytes(b"[" * 100_000 + b"\n" + b" " * (3 * MAX_LINE_BYTES) + one + b"\n" + one)
     assert [(problem["line"], problem["code"]) for problem in problems_of(path, "/x")[1]] == [
         (1, "invalid_request"),
         (2, "line_too_long"),
     ]
-    path.write_bytes(b'{"custom_id": "a", "method": "POST", "url": "/x", "body": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001)
+    path.write_bytes(
+        b'{"custom_id": "a", "method": "POST", "url": "/x", "body": '
+        + b'{"a":' * 100_000
+        + b"1"
+        + b"}" * 100_001
+    )
     assert problems_of(path, "/x")[1][0]["code"] == "invalid_json_line"
     path.write_bytes(b"x\n" * 1000)
     assert len(problems_of(path, "/x")[1]) == 100
@@ -170,7 +225,10 @@ def test_what_cannot_be_created(client):
         assert refused.value.param == param
     with pytest.raises(openai.NotFoundError):
         client.batches.create(**right | {"input_file_id": "../lock"})
-    done = end(client, begin(client, "/v1/completions", lines_of("/v1/completions", [BODIES["/v1/completions"]])))
+    done = end(
+        client,
+        begin(client, "/v1/completions", lines_of("/v1/completions", [BODIES["/v1/completions"]])),
+    )
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.batches.create(**right | {"input_file_id": done.output_file_id})
     with pytest.raises(openai.BadRequestError, match="completed"):
@@ -196,7 +254,9 @@ def test_cancelled_and_expired_batches_keep_what_they_have(client):
     assert expired.expired_at
     for ended, code in ((cancelled, "batch_cancelled"), (expired, "batch_expired")):
         answered, unanswered = read(client, ended.output_file_id), read(client, ended.error_file_id)
-        assert {one["custom_id"] for one in answered + unanswered} == {line["custom_id"] for line in lines}
+        assert {one["custom_id"] for one in answered + unanswered} == {
+            line["custom_id"] for line in lines
+        }
         assert len(answered) + len(unanswered) == 101
         assert {(one["response"], one["error"]["code"]) for one in unanswered} == {(None, code)}
         assert ended.request_counts.completed == len(answered)
@@ -204,13 +264,17 @@ def test_cancelled_and_expired_batches_keep_what_they_have(client):
 
 
 def test_batches_give_way_to_requests_of_people(client, roomy):
-    """A full engine of batch lines, and more in the queue than there are slots: a new one shares its steps with few."""
+    """A full engine of batch lines, and more in the queue than there are slots: a new one shares
+    its steps with few."""
     batch = begin(client, "/v1/completions", lines_of("/v1/completions", [LONG] * 200))
     until(lambda: roomy.gauge("requests_running") >= 64, 0.02)
     made = httpx.post(f"{roomy.url}/v1/completions", json=LONG | {"max_tokens": 60}).json()
     (story,) = httpx.get(f"{roomy.url}/v1/requests/{made['id']}/explain").json()["data"]
     (reason,) = (span["because"] for span in story["spans"] if span["span"] == "decode")
-    shared = re.fullmatch(r"\d+ steps for 59 tokens, (?:alone|shared with ([\d.]+) other requests).*", reason)  # or fewer: drafts
+    # or fewer: drafts
+    shared = re.fullmatch(
+        r"\d+ steps for 59 tokens, (?:alone|shared with ([\d.]+) other requests).*", reason
+    )
     assert float(shared[1] or 0) < 5, reason
     assert client.batches.retrieve(batch.id).status == "in_progress"
     client.batches.cancel(batch.id)
@@ -220,18 +284,28 @@ def test_batches_give_way_to_requests_of_people(client, roomy):
 def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
     url = "/v1/completions"
     bodies = [
-        {"model": "tiny", "prompt": f"number {i}", "max_tokens": 40 + i % 7, "ignore_eos": True, "temperature": i % 2, "seed": i}
+        {
+            "model": "tiny",
+            "prompt": f"number {i}",
+            "max_tokens": 40 + i % 7,
+            "ignore_eos": True,
+            "temperature": i % 2,
+            "seed": i,
+        }
         for i in range(120)
     ]
     options = ("--data-dir", str(tmp_path / "data"), "--max-requests", "4")
     server = Server(roomy_folder, *options).wait()
     client = client_of(server)
     batch = begin(client, url, lines_of(url, bodies))
-    doomed = begin(client, url, lines_of(url, bodies[:60]))  # its input is lost while the server is down
+    # its input is lost while the server is down
+    doomed = begin(client, url, lines_of(url, bodies[:60]))
     counts = []
     for number in (signal.SIGTERM, signal.SIGKILL):
         before = counts[-1] if counts else 0
-        done = until(lambda client=client, least=before + 20: least_completed(client, batch, least), 0.02)
+        done = until(
+            lambda client=client, least=before + 20: least_completed(client, batch, least), 0.02
+        )
         server.process.send_signal(number)
         server.process.wait()
         (tmp_path / "data" / "files" / doomed.input_file_id).unlink(missing_ok=True)
@@ -243,7 +317,11 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
         assert counts[-1] >= done, "executed lines were lost"
         assert counts[-1] < 120
     batch = end(client, client.batches.retrieve(batch.id))
-    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 120, 0)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == (
+        "completed",
+        120,
+        0,
+    )
     answers = read(client, batch.output_file_id)
     assert Counter(one["custom_id"] for one in answers) == {f"line {i}": 1 for i in range(120)}
     texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in answers}
@@ -254,19 +332,38 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
     assert (doomed.status, doomed.errors.data[0].code) == ("failed", "missing_file")
     assert len(read(client, doomed.output_file_id)) == doomed.request_counts.completed > 0
     with pytest.raises(openai.APIStatusError) as refused:
-        client.batches.create(input_file_id=doomed.input_file_id, endpoint=url, completion_window="24h")
+        client.batches.create(
+            input_file_id=doomed.input_file_id, endpoint=url, completion_window="24h"
+        )
     assert refused.value.status_code == 410
     assert server.stop() == 0
 
 
-async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path, monkeypatch, caplog):
+async def test_batches_are_resumed_when_the_data_folder_is_usable_again(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(batches, "_TRY_AGAIN_S", 0.01)
     first, second = Storage(tmp_path, 10**6), Storage(tmp_path, 10**6)
-    record = {"id": "batch_1", "status": "finalizing", "input_file_id": "f", "request_counts": {"total": 1}}
+    record = {
+        "id": "batch_1",
+        "status": "finalizing",
+        "input_file_id": "f",
+        "request_counts": {"total": 1},
+    }
     await first.do(first.add_batch, "", "tiny", record)
     await first.do(first.add_result, "batch_1", 1, False, b"{}")
     ready = SimpleNamespace(config=SimpleNamespace(max_requests=1))
-    models = Models([SimpleNamespace(ready=ready, model_name="tiny", aliases=(), live=SimpleNamespace(), is_draining=False)])
+    models = Models(
+        [
+            SimpleNamespace(
+                ready=ready,
+                model_name="tiny",
+                aliases=(),
+                live=SimpleNamespace(),
+                is_draining=False,
+            )
+        ]
+    )
     running = Batches(models, ENDPOINTS, second, Access().caller_of, None)
     tries, resume = 0, running._resume
 

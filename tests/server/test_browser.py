@@ -37,7 +37,8 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def browser(chromium, roomy):
-    """On a fresh page. Afterwards the console has nothing to say and nobody else was asked for anything."""
+    """On a fresh page. Afterwards the console has nothing to say and nobody else was asked for
+    anything."""
     chromium.size(1280, 860)
     chromium.open(f"{roomy.url}/version")  # of the same origin, and nothing there writes it again
     chromium.js("localStorage.clear(); sessionStorage.clear()")
@@ -46,7 +47,9 @@ def browser(chromium, roomy):
     chromium.complaints()
     chromium.hosts()
     yield chromium
-    assert [words for words in chromium.complaints() if "Failed to load resource" not in words] == []
+    assert [
+        words for words in chromium.complaints() if "Failed to load resource" not in words
+    ] == []
     assert all(host.startswith("127.0.0.1:") for host in chromium.hosts())
 
 
@@ -60,7 +63,9 @@ def sent(browser):
 
 def test_a_response_streams_in_with_its_figures(browser):
     note(browser, ignore_eos=True, max_tokens=600)
-    browser.type("#text", "first line", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second line", Keys.ENTER)
+    browser.type(
+        "#text", "first line", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second line", Keys.ENTER
+    )
     length = "document.querySelector('article.assistant .words')?.textContent.length"
     browser.until(f"{length} > arguments[0]", browser.until(length))
     browser.until(DONE)
@@ -70,12 +75,16 @@ def test_a_response_streams_in_with_its_figures(browser):
     assert "600 tokens" in browser.text(".stats")
     browser.click(".why-open")
     browser.until("document.querySelector('.why .bar')")
-    widths = browser.js("return [...document.querySelectorAll('.bar span')].map((one) => parseFloat(one.style.width))")
+    widths = browser.js(
+        "return [...document.querySelectorAll('.bar span')].map((one) => parseFloat(one.style.width))"
+    )
     assert sum(widths) == pytest.approx(100, abs=0.05)
     assert "steps for 599 tokens, alone" in browser.text(".why")
     browser.say("again")
     browser.until(f"document.querySelectorAll('article').length === 4 && {DONE}")
-    assert "prompt tokens cached" in browser.js("return [...document.querySelectorAll('.stats')].at(-1).textContent")
+    assert "prompt tokens cached" in browser.js(
+        "return [...document.querySelectorAll('.stats')].at(-1).textContent"
+    )
 
 
 def test_comments_of_a_stream_are_no_events(browser):
@@ -87,7 +96,10 @@ def test_comments_of_a_stream_are_no_events(browser):
         for await (const event of eventsOf(reply)) seen.push(event);
         return seen;
     """
-    assert browser.js(f"return (async () => {{ {code} }})()") == [["message", "{}"], ["step", "[1]"]]
+    assert browser.js(f"return (async () => {{ {code} }})()") == [
+        ["message", "{}"],
+        ["step", "[1]"],
+    ]
 
 
 @pytest.mark.parametrize("how", ["escape", "button"])
@@ -120,7 +132,10 @@ def test_settings_are_sent_and_kept(browser):
         browser.say(words)
         browser.until(DONE)
     for body in sent(browser):
-        assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+        assert body["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "one"},
+        ]
         assert body["stop"] == ["END", "FIN"]
         assert {name: body[name] for name in given if name not in ("system", "stop")} == {
             name: float(value) for name, value in given.items() if name not in ("system", "stop")
@@ -137,7 +152,14 @@ def test_settings_are_sent_and_kept(browser):
     browser.type("#setting-max_tokens", "5", Keys.ESCAPE)
     browser.say("two")
     browser.until(f"document.querySelectorAll('article').length === 4 && {DONE}")
-    assert set(sent(browser)[-1]) == {"model", "messages", "stream", "stream_options", "timings", "max_tokens"}
+    assert set(sent(browser)[-1]) == {
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+        "timings",
+        "max_tokens",
+    }
 
 
 def test_conversations_survive_and_are_renamed_deleted_and_brought_back(browser, roomy):
@@ -148,7 +170,9 @@ def test_conversations_survive_and_are_renamed_deleted_and_brought_back(browser,
         browser.until(DONE)
     answer = browser.text("article.assistant .words")
     browser.open(roomy.url)
-    titles = "[...document.querySelectorAll('#conversations .go')].map((one) => one.textContent).join()"
+    titles = (
+        "[...document.querySelectorAll('#conversations .go')].map((one) => one.textContent).join()"
+    )
     assert browser.until(titles) == "the second,the first"
     assert browser.text("article.user .words") == "the second"
     assert browser.text("article.assistant .words") == answer
@@ -171,26 +195,35 @@ def test_asking_again_and_asking_otherwise(browser):
     browser.until(f"window.sent.length === 2 && {DONE}")
     assert sent(browser)[0]["messages"] == sent(browser)[1]["messages"]
     browser.click(".edit")
-    browser.type("article.editing textarea", Keys.CONTROL + "a", Keys.NULL, "what is that", Keys.ENTER)
+    browser.type(
+        "article.editing textarea", Keys.CONTROL + "a", Keys.NULL, "what is that", Keys.ENTER
+    )
     browser.until(f"window.sent.length === 3 && {DONE}")
     assert sent(browser)[2]["messages"] == [{"role": "user", "content": "what is that"}]
     assert len(browser.all("article")) == 2
 
 
 def test_every_message_has_its_actions_and_they_can_be_undone(browser):
-    note(browser, max_tokens=5, temperature=0, ignore_eos=True)  # an answer without text has nothing to copy
+    # an answer without text has nothing to copy
+    note(browser, max_tokens=5, temperature=0, ignore_eos=True)
     num = "document.querySelectorAll('article').length"
     for i, words in enumerate(("first", "second"), start=1):
         browser.say(words)
         browser.until(f"{num} === {2 * i} && {DONE}")
     labels = """return [...document.querySelectorAll('article')].map((one) =>
         [...one.querySelectorAll('footer button')].map((button) => button.textContent))"""
-    assert browser.js(labels) == [["Copy", "Edit", "Delete"], ["Copy", "Retry", "Delete", "Why this long?"]] * 2
+    assert (
+        browser.js(labels)
+        == [["Copy", "Edit", "Delete"], ["Copy", "Retry", "Delete", "Why this long?"]] * 2
+    )
     visible = "one.checkVisibility({ opacityProperty: true })"
-    assert browser.js(f"return [...document.querySelectorAll('article footer button')].every((one) => {visible})")
+    assert browser.js(
+        f"return [...document.querySelectorAll('article footer button')].every((one) => {visible})"
+    )
     browser.js("document.querySelector('article.user .edit').focus()")
     browser.driver.switch_to.active_element.send_keys(Keys.TAB)
-    browser.driver.switch_to.active_element.send_keys(Keys.ENTER)  # deletes the first question and its answer
+    # deletes the first question and its answer
+    browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
     browser.until(f"{num} === 2")
     assert browser.text("article.user .words") == "second"
     browser.click("#toast button")
@@ -227,14 +260,40 @@ def test_hostile_words_of_a_model_stay_words(browser):
     browser.say("<img src=x onerror='window.hurt=5'>")
     browser.until(DONE)
     shown = browser.text("article.assistant .words")
-    for words in ('<img src=x onerror="window.hurt=1">', "<b>title</b>", "<script>window.hurt=4</script>", "<iframe src="):
+    for words in (
+        '<img src=x onerror="window.hurt=1">',
+        "<b>title</b>",
+        "<script>window.hurt=4</script>",
+        "<iframe src=",
+    ):
         assert words in shown
-    tags = set(browser.js("return [...document.querySelectorAll('#log .words *')].map((one) => one.tagName.toLowerCase())"))
+    tags = set(
+        browser.js(
+            "return [...document.querySelectorAll('#log .words *')].map((one) => one.tagName.toLowerCase())"
+        )
+    )
     assert not tags & {"img", "script", "iframe", "style", "b", "i", "u"}
-    assert {"h3", "strong", "code", "table", "figure", "ul", "ol", "pre", "math", "mtext", "span"} <= tags
-    links = browser.js("return [...document.querySelectorAll('#log a')].map((one) => [one.href, one.rel])")
+    assert {
+        "h3",
+        "strong",
+        "code",
+        "table",
+        "figure",
+        "ul",
+        "ol",
+        "pre",
+        "math",
+        "mtext",
+        "span",
+    } <= tags
+    links = browser.js(
+        "return [...document.querySelectorAll('#log a')].map((one) => [one.href, one.rel])"
+    )
     assert len(links) == 3  # the picture and the bare address, too, are but links
-    assert all(address.startswith("https://example.org/") and rel == "noopener noreferrer" for address, rel in links)
+    assert all(
+        address.startswith("https://example.org/") and rel == "noopener noreferrer"
+        for address, rel in links
+    )
     assert browser.js("return window.hurt ?? null") is None
 
 
@@ -309,7 +368,9 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
         chromium.until("document.querySelector('.trouble')?.textContent.includes('lost')")
         assert chromium.text("article.assistant .words")
         chromium.click(".trouble .again")
-        chromium.until("document.querySelector('.trouble')?.textContent.includes('cannot be reached')")
+        chromium.until(
+            "document.querySelector('.trouble')?.textContent.includes('cannot be reached')"
+        )
     finally:
         server.stop()
 
@@ -319,7 +380,12 @@ def test_the_engine_is_watched_under_load(browser, roomy):
 
     def ask(i):
         """Until it was seen, however long the browser takes."""
-        body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": f"{'a prefix that all have in common ' * 4}{i}",
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "stream": True,
+        }
         with httpx.stream("POST", f"{roomy.url}/v1/completions", json=body) as response:
             for _ in response.iter_lines():
                 if was_seen.is_set():
@@ -352,7 +418,8 @@ def test_the_engine_is_watched_under_load(browser, roomy):
 
 
 def test_the_live_view_connects_again(browser):
-    """The first connection ends after one state. Of the second, the page draws each event before the next arrives."""
+    """The first connection ends after one state. Of the second, the page draws each event before
+    the next arrives."""
     browser.js("""
         const plain = window.fetch;
         const drawn = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
@@ -417,15 +484,23 @@ ROW = "document.querySelector('#conversations li').getBoundingClientRect().heigh
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(SIZES[name], id=name, marks=[pytest.mark.slow] * (name == "tablet")) for name in SIZES]
+    "size",
+    [
+        pytest.param(SIZES[name], id=name, marks=[pytest.mark.slow] * (name == "tablet"))
+        for name in SIZES
+    ],
 )
 def test_a_look_at_the_engine_leaves_the_chat_as_it_was(browser, roomy, size):
-    """Nothing moves by visiting a view, no row grows while its conversation is answered, and the table of requests is whole."""
+    """Nothing moves by visiting a view, no row grows while its conversation is answered, and the
+    table of requests is whole."""
     browser.size(*size)
     note(browser, ignore_eos=True, max_tokens=3000)
     browser.until("document.getAnimations().length === 0")  # the sidebar of a phone slides away
     before = browser.js(BOXES)
-    assert browser.js("return document.querySelector('#composer').getBoundingClientRect().bottom") == size[1]
+    assert (
+        browser.js("return document.querySelector('#composer').getBoundingClientRect().bottom")
+        == size[1]
+    )
     browser.click("#tab-engine")
     browser.until("document.querySelector('#map-legend').children.length")
     browser.click("#tab-chat")
@@ -484,7 +559,12 @@ def test_keyboard_theme_and_names(browser):
     grounds = set()
     for _ in range(3):
         browser.click("#theme")
-        grounds.add((browser.text("#theme"), browser.js("return getComputedStyle(document.body).backgroundColor")))
+        grounds.add(
+            (
+                browser.text("#theme"),
+                browser.js("return getComputedStyle(document.body).backgroundColor"),
+            )
+        )
     assert len({words for words, _ in grounds}) == 3
     assert len({ground for _, ground in grounds}) == 2
 
@@ -511,8 +591,14 @@ MARKDOWN = {
         "1. a\n  - b\n    c\n  - d\n2. e\nf\n\n   g\n3. h",
         '<ol start="1"><li>a<ul><li>b<br>c</li><li>d</li></ul></li><li><p>e<br>f</p><p>g</p></li><li>h</li></ol>',
     ),
-    "kinds of lists": ("- a\n1. b\n\ntext", '<ul><li>a</li></ul><ol start="1"><li>b</li></ol><p>text</p>'),
-    "code in a list": ("2. a\n   ```\n   x\n\n     y\n   ```\n3. b", "x\n\n  y</code></pre></figure></li><li>b</li></ol>"),
+    "kinds of lists": (
+        "- a\n1. b\n\ntext",
+        '<ul><li>a</li></ul><ol start="1"><li>b</li></ol><p>text</p>',
+    ),
+    "code in a list": (
+        "2. a\n   ```\n   x\n\n     y\n   ```\n3. b",
+        "x\n\n  y</code></pre></figure></li><li>b</li></ol>",
+    ),
     "tables": (
         "text\na | b\n:-: | --:\n`x|y` | p\\|q\n\nend",
         '<p>text</p><div class="scroller"><table><thead><tr><th class="middle">a</th><th class="right">b</th></tr></thead>'
@@ -568,7 +654,13 @@ def test_formulas_and_money(browser):
     for (text, expected), made in zip(FORMULAS.items(), render(browser, *FORMULAS), strict=True):
         assert "<math" in made, text
         assert expected in made, text
-    broken = [r"$\frac{1}$", r"$x^$", r"$\left( x$", r"$\begin{nothing}x\end{nothing}$", "$" + "{" * 50 + "x" + "}" * 50 + "$"]
+    broken = [
+        r"$\frac{1}$",
+        r"$x^$",
+        r"$\left( x$",
+        r"$\begin{nothing}x\end{nothing}$",
+        "$" + "{" * 50 + "x" + "}" * 50 + "$",
+    ]
     for text, made in zip(broken, render(browser, *broken), strict=True):
         assert made == f'<p><code class="source">{text}</code></p>'
 
@@ -628,10 +720,14 @@ def test_text_files_go_with_a_message(browser, tmp_path):
     browser.click("#attached [aria-label='Remove unwanted.txt']")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\x00")
     browser.type("#file", str(tmp_path / "picture.png"))
-    browser.until("document.querySelector('#toast').textContent.includes('picture.png is not a text file')")
+    browser.until(
+        "document.querySelector('#toast').textContent.includes('picture.png is not a text file')"
+    )
     drop(browser, "large.log", "x" * 300_000)
     browser.until("document.querySelector('#toast').textContent.includes('large.log is too large')")
-    assert browser.js("return [...document.querySelectorAll('#attached b')].map((one) => one.textContent)") == [
+    assert browser.js(
+        "return [...document.querySelectorAll('#attached b')].map((one) => one.textContent)"
+    ) == [
         "notes.py",
         "more.txt",
     ]
@@ -655,7 +751,9 @@ def conversation(number, title, *messages):
 
 
 def exported(*conversations):
-    return json.dumps({"format": "tidemill.conversations", "version": 1, "conversations": conversations})
+    return json.dumps(
+        {"format": "tidemill.conversations", "version": 1, "conversations": conversations}
+    )
 
 
 def import_(browser, folder, text):
@@ -663,16 +761,34 @@ def import_(browser, folder, text):
     (folder / "import.json").write_text(text)
     browser.js("document.querySelector('#toast').textContent = ''")
     browser.type("#import-file", str(folder / "import.json"))
-    return browser.until("!document.querySelector('#toast').hidden && document.querySelector('#toast').textContent")
+    return browser.until(
+        "!document.querySelector('#toast').hidden && document.querySelector('#toast').textContent"
+    )
 
 
 def test_conversations_are_imported_searched_and_exported(browser, tmp_path):
-    sea = conversation(1, "The sea", ("user", "What is salt?"), ("assistant", "Sodium **chloride**, mostly."))
+    sea = conversation(
+        1, "The sea", ("user", "What is salt?"), ("assistant", "Sodium **chloride**, mostly.")
+    )
     sea["messages"][0]["files"] = [{"name": "a.txt", "text": "barnacle"}]
-    sea["messages"][1] |= {"reasoning": "Think of NaCl.", "stats": {"tokens": 6, "rate": "fast"}, "explanation": {"spans": 1}}
+    sea["messages"][1] |= {
+        "reasoning": "Think of NaCl.",
+        "stats": {"tokens": 6, "rate": "fast"},
+        "explanation": {"spans": 1},
+    }
     sea["settings"] = {"system": "Be salty.", "temperature": "hot", "seed": 3, "unknown": 1}
-    mill = conversation(2, "The mill", ("user", "Who grinds?"), ("assistant", "<b>The</b> miller."), ("system", "x"), ("user", 5))
-    assert import_(browser, tmp_path, exported(sea, mill, "no conversation", conversation(3, "empty"))) == "2 imported."
+    mill = conversation(
+        2,
+        "The mill",
+        ("user", "Who grinds?"),
+        ("assistant", "<b>The</b> miller."),
+        ("system", "x"),
+        ("user", 5),
+    )
+    assert (
+        import_(browser, tmp_path, exported(sea, mill, "no conversation", conversation(3, "empty")))
+        == "2 imported."
+    )
     assert import_(browser, tmp_path, exported(sea)) == "0 imported, 1 were here already."
     assert import_(browser, tmp_path, "{") == "This file is not JSON."
     assert "not exported by this page" in import_(browser, tmp_path, '{"messages": []}')
@@ -710,7 +826,9 @@ def test_conversations_are_imported_searched_and_exported(browser, tmp_path):
 
 def test_long_messages_are_folded(browser, tmp_path):
     long = "\n".join(f"line {i}" for i in range(100))
-    talk = conversation(4, "long", ("user", long), ("assistant", long), ("user", "short"), ("assistant", long))
+    talk = conversation(
+        4, "long", ("user", long), ("assistant", long), ("user", "short"), ("assistant", long)
+    )
     import_(browser, tmp_path, exported(talk))
     browser.click("#conversations .go")
     folded = "return [...document.querySelectorAll('article')].map((one) => one.classList.contains('folded'))"
@@ -737,11 +855,15 @@ def test_settings_show_the_defaults_that_apply(browser):
         "max_tokens": "up to 4096",
         "seed": "random",
     }
-    assert {name: browser.find(f"#setting-{name}").get_attribute("placeholder") for name in expected} == expected
+    assert {
+        name: browser.find(f"#setting-{name}").get_attribute("placeholder") for name in expected
+    } == expected
     assert "defaults of this model" in browser.text("#defaults-say")
     browser.type("#setting-temperature", "0.9")
     assert browser.text(".field:has(#setting-temperature) .usual").strip() == "Default: 0.2."
-    hints = browser.js("return [...document.querySelectorAll('#fields small')].map((one) => one.textContent.length)")
+    hints = browser.js(
+        "return [...document.querySelectorAll('#fields small')].map((one) => one.textContent.length)"
+    )
     assert len(hints) == 11
     assert min(hints) > 20
     browser.type("#setting-temperature", Keys.ESCAPE)
@@ -749,9 +871,16 @@ def test_settings_show_the_defaults_that_apply(browser):
 
 
 def test_reasoning_is_folded(browser):
-    """The model of the tests cannot reason: a stream as a server with such a model sends it, in two parts."""
-    deltas = ({"reasoning_content": "Let me see. "}, {"reasoning": "**So**."}, {"content": "It is 4."})
-    *thoughts, answer = [f"data: {json.dumps({'id': 'r', 'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+    """The model of the tests cannot reason: a stream as a server with such a model sends it, in two
+    parts."""
+    deltas = (
+        {"reasoning_content": "Let me see. "},
+        {"reasoning": "**So**."},
+        {"content": "It is 4."},
+    )
+    *thoughts, answer = [
+        f"data: {json.dumps({'id': 'r', 'choices': [{'delta': delta}]})}\n\n" for delta in deltas
+    ]
     browser.js(
         """const plain = window.fetch;
         window.fetch = (path, how) => {
@@ -763,9 +892,13 @@ def test_reasoning_is_folded(browser):
     browser.say("2 + 2?")
     browser.until("!!window.stream")
     browser.js("window.stream.enqueue(arguments[0])", "".join(thoughts))
-    browser.until("document.querySelector('.reasoning summary')?.textContent === 'Thinking… 4 words'")
+    browser.until(
+        "document.querySelector('.reasoning summary')?.textContent === 'Thinking… 4 words'"
+    )
     assert not browser.js("return document.querySelector('.reasoning').open")
-    browser.js("window.stream.enqueue(arguments[0]); window.stream.close()", f"{answer}data: [DONE]\n\n")
+    browser.js(
+        "window.stream.enqueue(arguments[0]); window.stream.close()", f"{answer}data: [DONE]\n\n"
+    )
     browser.until(DONE)
     assert browser.text("article.assistant .words") == "It is 4."
     assert browser.text(".reasoning summary").startswith("Thought for")
@@ -784,7 +917,9 @@ class Prefixed(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         headers = {name: self.headers[name] for name in ("content-type",) if name in self.headers}
-        with httpx.stream(self.command, self.target + self.path[4:], content=body, headers=headers) as reply:
+        with httpx.stream(
+            self.command, self.target + self.path[4:], content=body, headers=headers
+        ) as reply:
             self.send_response(reply.status_code)
             for name in ("content-type", "content-security-policy"):
                 if name in reply.headers:
@@ -803,7 +938,9 @@ class Prefixed(BaseHTTPRequestHandler):
 
 
 def test_under_a_prefix(browser, roomy):
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("ToRoomy", (Prefixed,), {"target": roomy.url}))
+    proxy = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("ToRoomy", (Prefixed,), {"target": roomy.url})
+    )
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
         browser.open(f"http://127.0.0.1:{proxy.server_port}/llm/")

@@ -20,7 +20,9 @@ def path(log_of_requests):
 
 
 def ask(server, route="/v1/completions", body=None, key=KEYS[0], name=None, **more):
-    headers = {"Authorization": f"Bearer {key}"} | ({"X-Request-Id": name} if name is not None else {})
+    headers = {"Authorization": f"Bearer {key}"} | (
+        {"X-Request-Id": name} if name is not None else {}
+    )
     body = {"prompt": SECRET, "max_tokens": 5, "ignore_eos": True, **more} if body is None else body
     return httpx.post(server.url + route, json=body, headers=headers)
 
@@ -29,7 +31,8 @@ def line_of(path, name):
     """Written when the request has ended, which may be after its response was read."""
 
     def find() -> dict | None:
-        whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # the last may be half written
+        # the last may be half written
+        whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
         lines = map(json.loads, whole.splitlines())
         return next((line for line in lines if name in (line["id"], line.get("label"))), None)
 
@@ -55,9 +58,17 @@ def test_a_label_leads_to_the_log_and_to_explanations(tenants, path, route, stre
     line = line_of(path, name)
     assert line["id"] in reply.text
     for known in (name, line["id"]):
-        explained = httpx.get(f"{tenants.url}/v1/requests/{known}/explain", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+        explained = httpx.get(
+            f"{tenants.url}/v1/requests/{known}/explain",
+            headers={"Authorization": f"Bearer {KEYS[0]}"},
+        ).json()
         assert [one["id"] for one in explained["data"]] == [f"{line['id']}/0"]
-    assert (line["status"], line["route"], line["model"], line["output_tokens"]) == (200, route, "tiny", 5)
+    assert (line["status"], line["route"], line["model"], line["output_tokens"]) == (
+        200,
+        route,
+        "tiny",
+        5,
+    )
     assert line["prompt_tokens"] >= len(SECRET)
     assert line["finish_reason"] == "length"
     assert 0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"]
@@ -66,7 +77,10 @@ def test_a_label_leads_to_the_log_and_to_explanations(tenants, path, route, stre
 
 def test_files_of_the_page_are_logged_only_if_they_are_not_there(tenants, path):
     for file in ("/", "/page/main.js", "/page/style.css"):
-        assert httpx.get(tenants.url + file, headers={"X-Request-Id": "of-the-page"}).status_code == 200
+        assert (
+            httpx.get(tenants.url + file, headers={"X-Request-Id": "of-the-page"}).status_code
+            == 200
+        )
     headers = {"X-Request-Id": "no-such-file", "Authorization": f"Bearer {KEYS[0]}"}
     assert httpx.get(f"{tenants.url}/page/nothing.js", headers=headers).status_code == 404
     assert line_of(path, "no-such-file")["status"] == 404
@@ -77,9 +91,13 @@ def test_what_is_not_given_is_made(tenants):
     made = ask(tenants)
     assert made.headers["x-request-id"] == made.json()["id"]
     assert made.json()["id"].startswith("cmpl-")
-    assert ask(tenants, "/v1/embeddings", {"input": "x"}).headers["x-request-id"].startswith("embd-")
+    assert (
+        ask(tenants, "/v1/embeddings", {"input": "x"}).headers["x-request-id"].startswith("embd-")
+    )
     assert httpx.get(f"{tenants.url}/health").headers["x-request-id"].startswith("req-")
-    assert httpx.get(f"{tenants.url}/nothing", headers={"Authorization": f"Bearer {KEYS[0]}"}).headers["x-request-id"]
+    assert httpx.get(
+        f"{tenants.url}/nothing", headers={"Authorization": f"Bearer {KEYS[0]}"}
+    ).headers["x-request-id"]
 
 
 def test_the_body_may_name_it_too(tenants, path):
@@ -87,7 +105,10 @@ def test_the_body_may_name_it_too(tenants, path):
     assert line_of(path, "named-inside")["status"] == 200
     assert ask(tenants, request_id="one", name="other").headers["x-request-id"] == "other"
     for name in ("one", "other"):
-        found = httpx.get(f"{tenants.url}/v1/requests/{name}/explain", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+        found = httpx.get(
+            f"{tenants.url}/v1/requests/{name}/explain",
+            headers={"Authorization": f"Bearer {KEYS[0]}"},
+        ).json()
         assert len(found["data"]) == 1
 
 
@@ -123,7 +144,10 @@ def test_refusals_are_told_of_and_nothing_is_given_away(tenants, path):
     assert ask(tenants, name="refused-2", colour="blue").status_code == 400
     line = line_of(path, "refused-2")
     assert (line["status"], line["error"]) == (400, "invalid_request_error")
-    httpx.get(f"{tenants.url}/v1/%0aforged%1b[31m", headers={"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "refused-3"})
+    httpx.get(
+        f"{tenants.url}/v1/%0aforged%1b[31m",
+        headers={"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "refused-3"},
+    )
     assert line_of(path, "refused-3")["status"] == 400
     written = path.read_text()
     assert SECRET not in written

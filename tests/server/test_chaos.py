@@ -1,8 +1,9 @@
-"""Under load, engines are killed, clients leave and the server is stopped: nothing is lost, nothing is sent twice, every response
-is the one that an undisturbed server gives, and no process or file is left behind.
+"""Under load, engines are killed, clients leave and the server is stopped: nothing is lost, nothing
+is sent twice, every response is the one that an undisturbed server gives, and no process or file is
+left behind.
 
-Load comes in waves. Engines are killed at most twice in a wave, at random moments, so no request sees the three deaths after
-which it would be given up: what is asserted holds by rule, not by luck.
+Load comes in waves. Engines are killed at most twice in a wave, at random moments, so no request
+sees the three deaths after which it would be given up: what is asserted holds by rule, not by luck.
 """
 
 import asyncio
@@ -24,8 +25,15 @@ LONG = 120
 
 
 def request(i: int) -> tuple[str, dict]:
-    """Greedy and seeded, streamed and whole; of several samples, with logprobs, with a grammar; text and chat."""
-    body = {"max_tokens": LONG, "ignore_eos": True, "seed": i, "temperature": float(i % 2), "stream": i % 3 != 0}
+    """Greedy and seeded, streamed and whole; of several samples, with logprobs, with a grammar;
+    text and chat."""
+    body = {
+        "max_tokens": LONG,
+        "ignore_eos": True,
+        "seed": i,
+        "temperature": float(i % 2),
+        "stream": i % 3 != 0,
+    }
     text = {"prompt": f"request number {i} ", **body}
     match i % 4:
         case 0:
@@ -35,7 +43,9 @@ def request(i: int) -> tuple[str, dict]:
         case 2:
             return "/v1/completions", text | {"structured_outputs": {"regex": f"[a-f ]{{{LONG}}}"}}
         case _:
-            return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": f"number {i}"}]}
+            return "/v1/chat/completions", body | {
+                "messages": [{"role": "user", "content": f"number {i}"}]
+            }
 
 
 class Response:
@@ -54,7 +64,11 @@ class Response:
         self.num_pieces += 1
         for choice in told["choices"]:
             index = choice["index"]
-            said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+            said = (
+                choice.get("text")
+                or (choice.get("delta") or choice.get("message") or {}).get("content")
+                or ""
+            )
             self.texts[index] = self.texts.get(index, "") + said
             if choice.get("logprobs"):
                 self.logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
@@ -74,7 +88,9 @@ class Response:
         )
 
 
-async def ask(http: httpx.AsyncClient, i: int, leaves_s: float | None = None, response: Response | None = None) -> Response:
+async def ask(
+    http: httpx.AsyncClient, i: int, leaves_s: float | None = None, response: Response | None = None
+) -> Response:
     path, body = request(i)
     response = response or Response()
 
@@ -86,8 +102,13 @@ async def ask(http: httpx.AsyncClient, i: int, leaves_s: float | None = None, re
                 response.take(told)
             else:
                 assert reply.status_code == 200, await reply.aread()
-                lines = [line async for line in reply.aiter_lines() if line and not response.take_line(line)]
-                assert [line for line in lines if not line.startswith(":")] == ["data: [DONE]"]  # a comment: it is alive
+                lines = [
+                    line
+                    async for line in reply.aiter_lines()
+                    if line and not response.take_line(line)
+                ]
+                # a comment: it is alive
+                assert [line for line in lines if not line.startswith(":")] == ["data: [DONE]"]
         response.is_whole = True
 
     try:
@@ -110,20 +131,28 @@ def metrics(server: Server) -> dict[str, float]:
     return told
 
 
-async def kill_engines(server: Server, num: int, rng: random.Random, responses: list[Response]) -> None:
-    """Each at a random moment: when there are some more pieces, or all clients have what they wanted."""
+async def kill_engines(
+    server: Server, num: int, rng: random.Random, responses: list[Response]
+) -> None:
+    """Each at a random moment: when there are some more pieces, or all clients have what they
+    wanted."""
     for _ in range(num):
         begun = sum(one.num_pieces for one in responses)
         some = rng.randrange(1, 200)
         enough = begun + some
         await until_async(
-            lambda enough=enough: sum(one.num_pieces for one in responses) >= enough or all(one.is_settled for one in responses),
+            lambda enough=enough: (
+                sum(one.num_pieces for one in responses) >= enough
+                or all(one.is_settled for one in responses)
+            ),
             0.001,
         )
         num_before = metrics(server)["engine_restarts_total"]
         os.kill(rng.choice(server.engine_pids()), signal.SIGKILL)
         # One that is killed while it starts is no restart.
-        await until_async(lambda num=num_before: metrics(server)["engine_restarts_total"] > num, 0.2)
+        await until_async(
+            lambda num=num_before: metrics(server)["engine_restarts_total"] > num, 0.2
+        )
 
 
 async def settled(server: Server, num_restarts: int) -> dict[str, float]:
@@ -155,7 +184,13 @@ def server(folder, tiny_folder, options):
     [
         (12, [1], 1, ()),
         pytest.param(48, [2, 1, 2], 2, (), marks=pytest.mark.slow),
-        pytest.param(24, [2, 1, 2], 3, ("--prefill", "1", "--decode", "1", "--threads", "1"), marks=pytest.mark.slow),
+        pytest.param(
+            24,
+            [2, 1, 2],
+            3,
+            ("--prefill", "1", "--decode", "1", "--threads", "1"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["short", "full", "roles"],
 )
@@ -171,7 +206,10 @@ async def test_chaos(folder, server, num_clients, waves, seed):
         for wave, num in enumerate(waves):
             leavers = set(rng.sample(range(num_clients), num_clients // 3))
             responses = [Response() for _ in range(num_clients)]
-            clients = [ask(http, i, rng.uniform(0.05, 4) if i in leavers else None, responses[i]) for i in range(num_clients)]
+            clients = [
+                ask(http, i, rng.uniform(0.05, 4) if i in leavers else None, responses[i])
+                for i in range(num_clients)
+            ]
             await asyncio.gather(kill_engines(server, num, rng, responses), *clients)
             for i, (response, expected) in enumerate(zip(responses, undisturbed, strict=True)):
                 if response.is_whole:
@@ -182,7 +220,8 @@ async def test_chaos(folder, server, num_clients, waves, seed):
                     assert response.begins(expected), i
             told = await settled(server, sum(waves[: wave + 1]))
             assert told["requests_submitted_total"] == told["requests_finished_total"]
-        await ask(http, num_clients)  # so that the current engine, or both, have reported their pages
+        # so that the current engine, or both, have reported their pages
+        await ask(http, num_clients)
         told = await settled(server, sum(waves))
         assert told["kv_pages_free"] == free
         assert told["requests_submitted_total"] == told["requests_finished_total"]
@@ -199,5 +238,7 @@ async def test_chaos(folder, server, num_clients, waves, seed):
                 assert "server_stopping" in str(outcome), outcome
     assert server.process.wait(LONG_S) == 0
     assert all(gone(pid) for pid in processes)
-    left = [path for path in folder.rglob("*") if not path.is_dir() or path.name.startswith("tidemill-")]
+    left = [
+        path for path in folder.rglob("*") if not path.is_dir() or path.name.startswith("tidemill-")
+    ]
     assert [path for path in left if not path.name.startswith("tidemill-kv-")] == []

@@ -18,11 +18,14 @@ def test_chat_with_a_server(server):
     assert done.output.count("4 generated") == 2
     assert "ended by length" in done.output
     assert "top_k" in done.output.splitlines()[-1]
-    for words in (["hello"], ["-m", "hello"], ["tiny", "hello"]):  # nobody has to name the model of a server
+    # nobody has to name the model of a server
+    for words in (["hello"], ["-m", "hello"], ["tiny", "hello"]):
         alone = say(*words, "-n", "3")
         assert alone.exit_code == 0, alone.output
         assert "3 generated" in alone.output
-        assert ("none of the server's models, so it is the prompt" in alone.output) == ("tiny" not in words)
+        assert ("none of the server's models, so it is the prompt" in alone.output) == (
+            "tiny" not in words
+        )
     assert "Chat with tiny" in say("tiny", input="").output
     refused = say("no-such-model", "hello")
     assert refused.exit_code == 1

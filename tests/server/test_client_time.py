@@ -1,4 +1,5 @@
-"""The explanation of a request is of what its client waited: from before it sent the request until it had the last byte."""
+"""The explanation of a request is of what its client waited: from before it sent the request until
+it had the last byte."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Measured:
 
 
 class Client:
-    """A connection of its own, and its own clock: read before the first byte is sent, and after the last was received."""
+    """A connection of its own, and its own clock: read before the first byte is sent, and after the
+    last was received."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -56,7 +58,11 @@ class Client:
             return False
         if b"chunked" in headers:
             return rest.endswith(b"0\r\n\r\n")
-        (length,) = [int(line.split(b": ")[1]) for line in headers.split(b"\r\n") if line.startswith(b"content-length")]
+        (length,) = [
+            int(line.split(b": ")[1])
+            for line in headers.split(b"\r\n")
+            if line.startswith(b"content-length")
+        ]
         return len(rest) >= length
 
     def close(self) -> None:
@@ -72,30 +78,48 @@ def explained(server, request_id):
 
 
 def missing_ms(server, measured):
-    """How far the sum is from what the client waited, beyond what is allowed; of all parts of the request."""
+    """How far the sum is from what the client waited, beyond what is allowed; of all parts of the
+    request."""
     stories = explained(server, measured.request_id)
     assert stories
     for story in stories:
-        assert sum(span["ms"] for span in story["spans"]) == pytest.approx(story["total_ms"], abs=0.1)
+        assert sum(span["ms"] for span in story["spans"]) == pytest.approx(
+            story["total_ms"], abs=0.1
+        )
         assert sum(span["percent"] for span in story["spans"]) == pytest.approx(100, abs=0.1)
         assert story["engine_ms"] <= story["total_ms"]
-    return max(abs(measured.ms - story["total_ms"]) - WITHIN * measured.ms - WITHIN_MS for story in stories)
+    return max(
+        abs(measured.ms - story["total_ms"]) - WITHIN * measured.ms - WITHIN_MS for story in stories
+    )
 
 
 PROMPT = "Where did the time go? " * 20
 CASES = {
     "completion": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}),
-    "stream": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": True}),
-    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "ignore_eos": True}),
-    "samples": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "n": 3, "seed": 1}),
-    "prompts": ("/v1/completions", {"prompt": ["a", "bc", "def"], "max_tokens": 20, "ignore_eos": True}),
+    "stream": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": True},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "ignore_eos": True},
+    ),
+    "samples": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "n": 3, "seed": 1},
+    ),
+    "prompts": (
+        "/v1/completions",
+        {"prompt": ["a", "bc", "def"], "max_tokens": 20, "ignore_eos": True},
+    ),
     "embeddings": ("/v1/embeddings", {"input": ["a", PROMPT]}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_sum_is_what_the_client_waited(roomy, name):
-    """The client's own delay until it reads is in its time only, so the best of some requests counts."""
+    """The client's own delay until it reads is in its time only, so the best of some requests
+    counts."""
     client = Client(roomy.port)
     try:
         until(lambda: missing_ms(roomy, client.post(*CASES[name])) <= 0)
@@ -136,7 +160,9 @@ def test_a_stop_string_ends_what_the_client_waits_for(roomy):
     client.close()
     (story,) = explained(roomy, measured.request_id)
     assert story["status"] == "stop"
-    assert {"parsing", "tokenizing", "decode", "formatting", "writing"} <= {span["span"] for span in story["spans"]}
+    assert {"parsing", "tokenizing", "decode", "formatting", "writing"} <= {
+        span["span"] for span in story["spans"]
+    }
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

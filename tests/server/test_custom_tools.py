@@ -11,7 +11,8 @@ INPUT = 'Rome "\\ \n é🦆 /\t'
 
 @pytest.mark.parametrize("ascii_only", [True, False])
 def test_an_input_that_is_cut_off_anywhere(ascii_only):
-    """Each prefix of a call gives a prefix of its input, which only grows, and never a part of the wrapper."""
+    """Each prefix of a call gives a prefix of its input, which only grows, and never a part of the
+    wrapper."""
     whole = json.dumps({"input": INPUT}, ensure_ascii=ascii_only)
     made = [custom_input(whole[:num]) for num in range(len(whole) + 1)]
     assert all(INPUT.startswith(text) for text in made)
@@ -19,7 +20,9 @@ def test_an_input_that_is_cut_off_anywhere(ascii_only):
     assert made[-1] == INPUT
 
 
-@pytest.mark.parametrize("text", ["rm -rf x", '["a"]', '{"command": "ls"}', '{"command": "l', '{"input": 5}', "3"])
+@pytest.mark.parametrize(
+    "text", ["rm -rf x", '["a"]', '{"command": "ls"}', '{"command": "l', '{"input": 5}', "3"]
+)
 def test_something_else_is_passed_on(text):
     assert custom_input(text) == text
 
@@ -32,5 +35,8 @@ def test_a_regular_expression_is_part_of_the_schema():
     made = custom_function("f", "does it", "regex", "a|b")
     assert made["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
     assert made["description"] == "does it\nThe input must match this regex grammar:\na|b"
-    assert "pattern" not in custom_function("f", None, "lark", "start: A")["parameters"]["properties"]["input"]
+    assert (
+        "pattern"
+        not in custom_function("f", None, "lark", "start: A")["parameters"]["properties"]["input"]
+    )
     assert "description" not in custom_function("f", None)

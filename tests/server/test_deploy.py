@@ -1,4 +1,5 @@
-"""deploy/: every file can be parsed, its commands and variables are real options, and its probes are routes of the server."""
+"""deploy/: every file can be parsed, its commands and variables are real options, and its probes
+are routes of the server."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
 def instruction(name: str, word: str) -> str:
     """Of a Dockerfile, with its continued lines."""
     text = (DEPLOY / name).read_text().replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.strip().startswith(word + " ")][-1].strip().removeprefix(word).strip()
+    return (
+        [line for line in text.splitlines() if line.strip().startswith(word + " ")][-1]
+        .strip()
+        .removeprefix(word)
+        .strip()
+    )
 
 
 def compose() -> dict[str, Any]:
@@ -36,7 +42,10 @@ def compose() -> dict[str, Any]:
 
 
 def manifests() -> dict[str, Any]:
-    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes" / "tidemill.yaml").read_text())}
+    return {
+        one["kind"]: one
+        for one in yaml.safe_load_all((DEPLOY / "kubernetes" / "tidemill.yaml").read_text())
+    }
 
 
 def pod() -> dict[str, Any]:
@@ -44,7 +53,11 @@ def pod() -> dict[str, Any]:
 
 
 def unit() -> dict[str, str]:
-    lines = [line for line in (DEPLOY / "tidemill.service").read_text().splitlines() if "=" in line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (DEPLOY / "tidemill.service").read_text().splitlines()
+        if "=" in line and not line.startswith("#")
+    ]
     return dict(line.split("=", 1) for line in lines if not line.startswith("Environment="))
 
 
@@ -60,7 +73,9 @@ COMMANDS = {
 def test_commands_are_understood(where, tmp_path):
     config = tmp_path / "tidemill.toml"
     config.write_text("")
-    command = [str(config) if word.startswith("/etc/tidemill/") else word for word in COMMANDS[where]]
+    command = [
+        str(config) if word.startswith("/etc/tidemill/") else word for word in COMMANDS[where]
+    ]
     clean = {name: None for name in os.environ if name.startswith("TIDEMILL_")}
     done = CliRunner().invoke(app, [*command, "--show-config"], env=clean)
     assert done.exit_code == 0, done.output + str(done.exception)
@@ -75,7 +90,10 @@ def test_variables_are_options():
 
 def test_probes_are_routes_without_a_key(roomy):
     container = pod()["containers"][0]
-    paths = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    paths = [
+        container[probe]["httpGet"]["path"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    ]
     paths += [re.search(r"8000(/\w+)", instruction(name, "HEALTHCHECK"))[1] for name in DOCKERFILES]
     assert set(paths) == {"/health", "/ready"} <= OPEN_PATHS
     for path in set(paths):
@@ -89,7 +107,9 @@ def seconds(command: list[str]) -> float:
 def test_there_is_time_to_drain():
     stop_s = int(pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod()["terminationGracePeriodSeconds"] >= stop_s + seconds(COMMANDS["kubernetes"]) + 10
-    assert int(compose()["stop_grace_period"].removesuffix("s")) >= seconds(COMMANDS["compose"]) + 10
+    assert (
+        int(compose()["stop_grace_period"].removesuffix("s")) >= seconds(COMMANDS["compose"]) + 10
+    )
     assert int(unit()["TimeoutStopSec"]) >= seconds(COMMANDS["systemd"]) + 10
 
 
@@ -104,7 +124,11 @@ def test_nothing_runs_as_root():
 def test_what_is_written_has_a_place():
     """The root is read-only: the home folder, data and downloads are in the volume."""
     state = f"/var/lib/{unit()['StateDirectory']}"
-    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", (DEPLOY / "tidemill.service").read_text(), re.MULTILINE))
+    variables = dict(
+        re.findall(
+            r"^Environment=(\w+)=(.*)$", (DEPLOY / "tidemill.service").read_text(), re.MULTILINE
+        )
+    )
     assert variables["HOME"] == state == unit()["WorkingDirectory"]
     assert variables["HF_HOME"].startswith(state)
     assert compose()["volumes"][0].split(":")[1] == state
@@ -131,7 +155,9 @@ def test_kubernetes_names_agree():
     assert named["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert pod()["enableServiceLinks"] is False  # TIDEMILL_PORT=tcp://... would be an error
     command = COMMANDS["kubernetes"]
-    assert pod()["containers"][0]["ports"][0]["containerPort"] == int(command[command.index("--port") + 1])
+    assert pod()["containers"][0]["ports"][0]["containerPort"] == int(
+        command[command.index("--port") + 1]
+    )
     assert command[command.index("--allowed-host") + 1] == named["Service"]["metadata"]["name"]
 
 
@@ -144,8 +170,14 @@ def test_what_the_dockerfiles_copy_is_there():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 def test_systemd_accepts_the_unit(tmp_path):
-    text = (DEPLOY / "tidemill.service").read_text().replace("/opt/tidemill/bin/tidemill", sys.executable)
+    text = (
+        (DEPLOY / "tidemill.service")
+        .read_text()
+        .replace("/opt/tidemill/bin/tidemill", sys.executable)
+    )
     (tmp_path / "tidemill.service").write_text(text)
-    done = subprocess.run(["systemd-analyze", "verify", tmp_path / "tidemill.service"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / "tidemill.service"], capture_output=True, text=True
+    )
     ours = [line for line in done.stderr.splitlines() if "tidemill.service" in line]
     assert not ours, done.stderr

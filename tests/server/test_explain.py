@@ -23,7 +23,9 @@ def model(tiny_folder):
 
 def run(core, explainer, requests):
     for name, prompt, length in requests:
-        core.submit(Submit(f"/{name}/0", prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1)))
+        core.submit(
+            Submit(f"/{name}/0", prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1))
+        )
     while core.has_work:
         output, failed = core.step()
         assert not failed
@@ -57,7 +59,9 @@ def test_spans_add_up_and_say_why(model):
 def test_time_between_steps_and_in_steps_is_divided(model):
     explainer, core = Explainer(), make_core(model, max_requests=4, token_budget=32)
     for i in range(3):
-        core.submit(Submit(f"/r{i}/0", [i + 1] * 30, SamplingParams(max_tokens=5, ignore_eos=True, seed=1)))
+        core.submit(
+            Submit(f"/r{i}/0", [i + 1] * 30, SamplingParams(max_tokens=5, ignore_eos=True, seed=1))
+        )
     while core.has_work:
         core.host_times.mark("messages")
         output, _ = core.step()
@@ -84,27 +88,49 @@ def test_other_requests_steps_and_garbage_are_told():
         explainer.take([events.StepPlanned(at, step, 1, 1, 1, 0, 1, 0, 1, counts)])
 
     for name in ("a", "b"):
-        explainer.take([events.Submitted(1.0, f"/{name}/0", 1), events.Admitted(1.0, f"/{name}/0", 0, 0, 1, 0.0, "")])
+        explainer.take(
+            [
+                events.Submitted(1.0, f"/{name}/0", 1),
+                events.Admitted(1.0, f"/{name}/0", 0, 0, 1, 0.0, ""),
+            ]
+        )
     planned(1.0, 0, a=1)
     explainer.take([events.StepDone(3.0, 0, 2.0, 1), events.LoopTimed(4.0, gc_s=0.25, idle_s=0.5)])
     planned(4.125, 1, b=1)
     explainer.take([events.Finished(5.0, "/b/0", "length", 1, 1, 0, 0.0, 0.0, 0.0)])
     (story,) = explainer.find("b", None)
     parts = {part["part"]: part["ms"] for part in check(story)["between steps"]["parts"]}
-    assert parts == {"other requests": 2000, "garbage collection": 250, "idle": 500, "loop": 250, "plan": 125}
+    assert parts == {
+        "other requests": 2000,
+        "garbage collection": 250,
+        "idle": 500,
+        "loop": 250,
+        "plan": 125,
+    }
 
 
 def test_tenants_whose_turn_it_is_and_priorities_are_told(model):
     explainer, core = Explainer(), make_core(model, max_requests=1, token_budget=64)
     params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
-    for name, tenant, priority in (("a0", "a", 0), ("a1", "a", 0), ("a2", "a", 0), ("b0", "b", 0), ("b1", "b", -1)):
+    for name, tenant, priority in (
+        ("a0", "a", 0),
+        ("a1", "a", 0),
+        ("a2", "a", 0),
+        ("b0", "b", 0),
+        ("b1", "b", -1),
+    ):
         core.submit(Submit(f"{tenant}/{name}/0", [1] * 8, params, tenant=tenant, priority=priority))
     core.submit(Submit("b/later/0", [1] * 8, params, tenant="b", priority=BACKGROUND))
     while core.has_work:
         explainer.take(core.step()[0].events)
-    told = {name: check(explainer.find(name, None)[0])["queued"]["because"] for name in ("a0", "a1", "a2", "b0", "later")}
+    told = {
+        name: check(explainer.find(name, None)[0])["queued"]["because"]
+        for name in ("a0", "a1", "a2", "b0", "later")
+    }
     taken = "all 1 slots are taken"
-    assert told["a1"].startswith("behind 1 in the queue, 1 of other tenants went first, whose turn it was, 1 of a")
+    assert told["a1"].startswith(
+        "behind 1 in the queue, 1 of other tenants went first, whose turn it was, 1 of a"
+    )
     assert told["a2"].startswith("behind 2 in the queue, 2 of other tenants went first")
     assert all(taken in told[name] for name in ("a1", "a2", "b0"))
     assert told["later"].startswith("5 that are not in the background went first")
@@ -112,7 +138,9 @@ def test_tenants_whose_turn_it_is_and_priorities_are_told(model):
 
 def test_what_is_prepared_before_the_queue_is_told():
     explainer = Explainer()
-    explainer.take([events.Preparing(1.0, "/x/0", "its grammar is compiled"), events.Submitted(3.0, "/x/0", 4)])
+    explainer.take(
+        [events.Preparing(1.0, "/x/0", "its grammar is compiled"), events.Submitted(3.0, "/x/0", 4)]
+    )
     explainer.take([events.Admitted(4.0, "/x/0", 0, 0, 4, 1.0, "prefix hit 0 of 4")])
     explainer.take([events.Aborted(5.0, "/x/0", "client left", 0)])
     (story,) = explainer.find("x", None)
@@ -124,7 +152,11 @@ def test_each_queued_request_is_told_what_it_waits_for(model):
     """Also those that are admitted in the step in which they become the first of the queue."""
     explainer, core = Explainer(), make_core(model, max_requests=8, token_budget=512)
     for i in range(16):
-        core.submit(Submit(f"/r{i}", [1] * 4, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)))
+        core.submit(
+            Submit(
+                f"/r{i}", [1] * 4, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+            )
+        )
     explainer.take(core.step()[0].events)
     taken = "all 8 slots are taken"
     queued = [story for story in explainer.under_way() if story.state == "queued"]
@@ -143,20 +175,26 @@ def test_each_queued_request_is_told_what_it_waits_for(model):
 def test_drafts_are_told(model):
     explainer = Explainer()
     plain = make_core(model, speculate="off")
-    answer = helpers.run(plain, {"x": ([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))})["x"].tokens
+    answer = helpers.run(
+        plain, {"x": ([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))}
+    )["x"].tokens
     core = helpers.guess_with(make_core(model), helpers.Guesser({(5,) * 20: answer}, 1.0))
     run(core, explainer, [("r", [5] * 20, 20)])
     (story,) = explainer.find("r", None)
     told = story.body()
     assert told["accepted_tokens"] == told["draft_tokens"] > 12
     steps = 19 - told["accepted_tokens"]
-    assert check(story)["decode"]["because"].startswith(f"{steps} steps for 19 tokens, alone; {told['draft_tokens']} of")
+    assert check(story)["decode"]["because"].startswith(
+        f"{steps} steps for 19 tokens, alone; {told['draft_tokens']} of"
+    )
 
 
 def test_steps_that_followed_wrong_drafts_are_told(model):
     explainer = Explainer()
     plain = make_core(model, speculate="off")
-    answer = helpers.run(plain, {"x": ([5] * 20, SamplingParams(max_tokens=40, ignore_eos=True, seed=1))})["x"].tokens
+    answer = helpers.run(
+        plain, {"x": ([5] * 20, SamplingParams(max_tokens=40, ignore_eos=True, seed=1))}
+    )["x"].tokens
     core = helpers.guess_with(make_core(model), helpers.Guesser({(5,) * 20: answer}, 0.7))
     core.runner.steps_ahead, core.part(Drafting).sure = 1, 1e-30
     run(core, explainer, [("r", [5] * 20, 40)])
@@ -173,7 +211,9 @@ def test_preemption_cache_and_abort(model):
     run(core, explainer, [(f"r{i}", [i + 1] * 50, 60) for i in range(4)])
     stories = [explainer.find(f"r{i}", None)[0] for i in range(4)]
     spans = [check(story) for story in stories]
-    assert any("preempted" in one and "no free page" in one["preempted"]["because"] for one in spans)
+    assert any(
+        "preempted" in one and "no free page" in one["preempted"]["because"] for one in spans
+    )
     run(core, explainer, [("again", [4] * 50, 3)])
     assert explainer.find("again", None)[0].body()["admission"].startswith("prefix hit")
     core.submit(Submit("/gone/0", [9] * 30, SamplingParams(max_tokens=50, ignore_eos=True)))
@@ -225,7 +265,8 @@ def test_a_lost_engine_is_part_of_the_story(model):
 
 
 def test_what_is_told_of_many_at_once_is_what_is_told_of_each(model):
-    """Requests that decode together share an account until somebody looks. Here somebody looks after every event."""
+    """Requests that decode together share an account until somebody looks. Here somebody looks
+    after every event."""
     core = make_core(model, kv_memory_bytes=200_000, max_context=128, token_budget=64)
     for i in range(6):
         params = SamplingParams(max_tokens=10 + 9 * i, ignore_eos=True, seed=1, n=1 + i % 2)
@@ -241,7 +282,9 @@ def test_what_is_told_of_many_at_once_is_what_is_told_of_each(model):
         each.under_way()
     stories = [story for i in range(6) for story in together.find(f"r{i}", None)]
     assert len(stories) == 9
-    for one, other in zip(stories, [story for i in range(6) for story in each.find(f"r{i}", None)], strict=True):
+    for one, other in zip(
+        stories, [story for i in range(6) for story in each.find(f"r{i}", None)], strict=True
+    ):
         spans = check(one)
         assert spans.keys() == check(other).keys()
         for name, span in check(other).items():
@@ -256,7 +299,9 @@ def test_a_request_that_is_given_up_in_the_queue_has_waited_there():
     explainer.begin("/x/0", 1, of_call)
     of_call.enter("engine")
     now = time.monotonic()
-    explainer.take([events.Submitted(now, "/x/0", 4), events.Deferred(now, "/x/0", "not enough free pages")])
+    explainer.take(
+        [events.Submitted(now, "/x/0", 4), events.Deferred(now, "/x/0", "not enough free pages")]
+    )
     time.sleep(0.02)
     explainer.leave("/x/0")
     explainer.take([events.Aborted(time.monotonic() + 5, "/x/0", "timeout", 0)])
@@ -265,7 +310,9 @@ def test_a_request_that_is_given_up_in_the_queue_has_waited_there():
     spans = check(story)
     assert spans["queued"]["ms"] >= 20
     assert spans["queued"]["because"] == "not enough free pages"
-    assert story.body()["total_ms"] == pytest.approx(1000 * (of_call.ended_s - of_call.begun_s), abs=0.01)
+    assert story.body()["total_ms"] == pytest.approx(
+        1000 * (of_call.ended_s - of_call.begun_s), abs=0.01
+    )
 
 
 def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
@@ -279,19 +326,30 @@ def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
     time.sleep(0.01)  # an event is taken after it was emitted
     explainer.take([events.Finished(now + 0.01, "/x/0", "handed over", 4, 1, 0, 0.0, 0.01, 0.0)])
     time.sleep(0.02)
-    explainer.take([events.Submitted(now + 0.02, "/x/0", 4, replica=1), events.Resumed(now + 0.02, "/x/0", 4, 1, replica=1)])
+    explainer.take(
+        [
+            events.Submitted(now + 0.02, "/x/0", 4, replica=1),
+            events.Resumed(now + 0.02, "/x/0", 4, 1, replica=1),
+        ]
+    )
     explainer.take([events.Admitted(now + 0.03, "/x/0", **admitted, replica=1)])
     time.sleep(0.05)
-    explainer.take([events.Finished(now + 0.04, "/x/0", "length", 4, 2, 0, 0.01, 0.0, 0.01, replica=1)])
+    explainer.take(
+        [events.Finished(now + 0.04, "/x/0", "length", 4, 2, 0, 0.01, 0.0, 0.01, replica=1)]
+    )
     assert of_call.state == "server loop"
     explainer.leave("/x/0")
     of_call.end()
     prefill, decode = explainer.find("x", None)
     for story in (prefill, decode):
-        assert story.body()["total_ms"] == pytest.approx(1000 * (of_call.ended_s - of_call.begun_s), abs=0.01)
+        assert story.body()["total_ms"] == pytest.approx(
+            1000 * (of_call.ended_s - of_call.begun_s), abs=0.01
+        )
     assert check(decode)["other parts"]["ms"] >= 19
     assert "to the engine" not in check(decode)
-    assert [one.body()["engine_ms"] for one in (prefill, decode)] == pytest.approx([10, 20], abs=0.01)
+    assert [one.body()["engine_ms"] for one in (prefill, decode)] == pytest.approx(
+        [10, 20], abs=0.01
+    )
 
 
 def test_each_sample_and_prompt_tells_the_whole():

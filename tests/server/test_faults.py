@@ -1,5 +1,6 @@
-"""Faults of clients, requests, engines and of the machine: each is contained, none ends the service, and what cannot be mended
-ends the process, so that it is started again. Real servers; their engine dies or waits at certain prompts (tests/fragile)."""
+"""Faults of clients, requests, engines and of the machine: each is contained, none ends the
+service, and what cannot be mended ends the process, so that it is started again. Real servers;
+their engine dies or waits at certain prompts (tests/fragile)."""
 
 import asyncio
 import contextlib
@@ -29,7 +30,14 @@ PLAIN = {"prompt": "the tide", "max_tokens": 200, "ignore_eos": True, "temperatu
 
 def post(body, path="/v1/completions"):
     text = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(text)}", "", ""]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(text)}",
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + text
 
 
@@ -63,8 +71,9 @@ def temporary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(fragile, roomy_folder, temporary):
-    """A server with few file descriptors and a temporary folder of its own. Who does not read is ended by the bound of his
-    backlog, however long the engine takes to fill it. Half of the usual one is still more than lies in the sockets' buffers."""
+    """A server with few file descriptors and a temporary folder of its own. Who does not read is
+    ended by the bound of his backlog, however long the engine takes to fill it. Half of the usual
+    one is still more than lies in the sockets' buffers."""
     patch = "from tidemill.engine import inbox\nfrom tidemill.server.http import connections\n"
     patch += f"inbox.MAX_CELLS = 2**17\nconnections.READ_WITHIN_S = {LONG_S}"
     temporary.mkdir()
@@ -87,13 +96,17 @@ def server(shared, fragile):
 # ---- requests that kill engines, engines that do not come back
 
 
-@pytest.mark.slow  # tests/engine/test_client.py has this without a server, and so the next one and a folder that is gone
+# tests/engine/test_client.py has this without a server, and so the next one and a folder that is
+# gone
+@pytest.mark.slow
 def test_two_requests_that_kill_the_engine_do_not_end_the_service(server):
     """Nothing else is under way, so no step completes between the deaths."""
     ask = partial(httpx.post, f"{server.url}/v1/completions")
     undisturbed = ask(json=PLAIN).json()["choices"]
     with ThreadPoolExecutor(2) as pool:
-        for reply in list(pool.map(lambda i: ask(json={"prompt": [DEADLY, i], "max_tokens": 5}), range(2))):
+        for reply in list(
+            pool.map(lambda i: ask(json={"prompt": [DEADLY, i], "max_tokens": 5}), range(2))
+        ):
             assert reply.status_code == 503
             assert "failed 3 times at this request" in reply.text
     assert server.gauge("engine_restarts_total") > 3
@@ -129,10 +142,15 @@ def test_idle_connections_leave_enough_for_an_engine_to_be_started_again(server,
     assert soft == hard == 256  # it was raised
     engine = server.engine_pid()
     with contextlib.ExitStack() as held:
-        idle = [held.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(300)]
+        idle = [
+            held.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(300)
+        ]
         last = idle[-1].recv(100)  # all are accepted by now, or refused
         assert last.startswith(b"HTTP/1.1 429 ")
-        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as other:
+        with socket.create_connection(
+            ("127.0.0.1", server.port), source_address=("127.0.0.2", 0)
+        ) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert other.recv(100).startswith(b"HTTP/1.1 200 ")
         os.kill(engine, signal.SIGKILL)
@@ -213,7 +231,8 @@ def test_a_client_that_does_not_read_is_ended_at_a_bound_and_told(server):
 
 
 def test_a_request_is_aborted_at_once_though_its_client_does_not_read(server, fragile):
-    """The engine waits at position 300, when more has been sent than lies in the sockets' buffers, and less than may wait."""
+    """The engine waits at position 300, when more has been sent than lies in the sockets' buffers,
+    and less than may wait."""
     before = metrics(server)["output_tokens_total"]
     aborted_before = aborted(server)
     with unread(server, MANY | {"prompt": [GATED, 30], "request_id": "unread"}):
@@ -241,7 +260,9 @@ def test_idle_connections_stay_open_and_say_for_how_long(server, idle_s):
 
 async def test_an_idle_connection_has_longer_than_headers_have(monkeypatch):
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+        )
         await send({"type": "http.response.body"})
 
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.2)

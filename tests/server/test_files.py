@@ -34,7 +34,12 @@ def test_a_file_comes_and_goes(clients, data_folder):
     client = clients[0]
     content = bytes(range(256)) * 700
     made = upload(client, content)
-    assert (made.object, made.bytes, made.filename, made.purpose) == ("file", len(content), "requests.jsonl", "batch")
+    assert (made.object, made.bytes, made.filename, made.purpose) == (
+        "file",
+        len(content),
+        "requests.jsonl",
+        "batch",
+    )
     assert client.files.retrieve(made.id) == made
     assert client.files.content(made.id).read() == content
     assert [one.id for one in client.files.list(purpose="batch")] == [made.id]
@@ -56,7 +61,13 @@ def test_pages(clients):
     first = client.files.list(limit=2, order="asc")
     assert first.has_more
     assert [one.id for one in client.files.list(after=ids[3], order="asc").data] == ids[4:]
-    for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"after": "file-x"}, {"extra_query": {"what": "1"}}):
+    for wrong in (
+        {"limit": 0},
+        {"limit": 10_001},
+        {"order": "up"},
+        {"after": "file-x"},
+        {"extra_query": {"what": "1"}},
+    ):
         with pytest.raises(openai.BadRequestError):
             client.files.list(**wrong)
 
@@ -71,7 +82,9 @@ def test_another_key_sees_nothing(clients):
     with pytest.raises(openai.BadRequestError):
         other.files.list(after=made.id)
     with pytest.raises(openai.NotFoundError):
-        other.batches.create(input_file_id=made.id, endpoint="/v1/completions", completion_window="24h")
+        other.batches.create(
+            input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
+        )
     assert mine.files.retrieve(made.id) == made
 
 
@@ -91,7 +104,16 @@ def test_names_are_only_shown(clients, data_folder, given, shown):
 
 
 @pytest.mark.parametrize(
-    "name", ["../lock", "..%2flock", "%2e%2e%2fstate.sqlite3", "file-x", "%00", "'; DROP TABLE files; --", "x" * 3000]
+    "name",
+    [
+        "../lock",
+        "..%2flock",
+        "%2e%2e%2fstate.sqlite3",
+        "file-x",
+        "%00",
+        "'; DROP TABLE files; --",
+        "x" * 3000,
+    ],
 )
 def test_ids_lead_nowhere_else(tenants, name):
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
@@ -111,17 +133,33 @@ def test_what_is_not_a_proper_form(tenants):
     assert post(content=b"x", headers={"Content-Type": "multipart/form-data"})[0] == 415
     boundary = {"Content-Type": "multipart/form-data; boundary=b"}
     assert post(content=b"nonsense", headers=boundary)[0] == 400
-    assert "incomplete" in post(content=b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc', headers=boundary)[1]
+    assert (
+        "incomplete"
+        in post(
+            content=b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc',
+            headers=boundary,
+        )[1]
+    )
     assert post(content=b"--b\r\n" + b"X" * 5000 + b": y\r\n\r\n", headers=boundary)[0] == 400
     assert "purpose" in post(files=file)[1]
     assert "'fine-tune'" in post(files=file, data={"purpose": "fine-tune"})[1]
     assert "no file" in post(files={"file": ("a", b"")}, data={"purpose": "batch"})[1]
     assert "'other'" in post(files=file, data={"purpose": "batch", "other": "1"})[1]
-    assert "twice" in post(files=[("file", ("a", b"x")), ("file", ("b", b"y"))], data={"purpose": "batch"})[1]
+    assert (
+        "twice"
+        in post(files=[("file", ("a", b"x")), ("file", ("b", b"y"))], data={"purpose": "batch"})[1]
+    )
     assert "longer than" in post(files=file, data={"purpose": "b" * 2000})[1]
     assert (
         "from 3600"
-        in post(files=file, data={"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"})[1]
+        in post(
+            files=file,
+            data={
+                "purpose": "batch",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "5",
+            },
+        )[1]
     )
     assert post(files=file, data={"purpose": "batch", "expires_after[seconds]": "5000"})[0] == 400
 
@@ -143,11 +181,18 @@ def test_the_quota_and_the_size_of_a_file(clients, tenants, data_folder):
         while True:
             yield b"x" * 65536
 
-    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "multipart/form-data; boundary=b"}
+    headers = {
+        "Authorization": f"Bearer {KEYS[0]}",
+        "Content-Type": "multipart/form-data; boundary=b",
+    }
     with contextlib.suppress(httpx.HTTPError):  # it may be closed while we write
-        assert httpx.post(f"{tenants.url}/v1/files", content=endless(), headers=headers).status_code == 413
+        assert (
+            httpx.post(f"{tenants.url}/v1/files", content=endless(), headers=headers).status_code
+            == 413
+        )
     assert len(list((data_folder / "files").iterdir())) == 1
-    with socket.create_connection(("127.0.0.1", tenants.port)) as raw:  # a gigabyte is refused before a byte of it comes
+    # a gigabyte is refused before a byte of it comes
+    with socket.create_connection(("127.0.0.1", tenants.port)) as raw:
         raw.sendall(
             b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
             b"Content-Length: 1073741824\r\n\r\n"

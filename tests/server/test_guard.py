@@ -28,9 +28,22 @@ KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-t
 @pytest.fixture(scope="module")
 def server(tiny_folder, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()} priority=5\n")
-    options = ("--api-key", KEY, "--api-key-file", str(keys), "--admin-key", ADMIN, "--allowed-host", "mill.example")
-    running = Server(tiny_folder, *options, "--allowed-origin", "https://chat.example", "--max-requests", "1").wait()
+    keys.write_text(
+        f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()} priority=5\n"
+    )
+    options = (
+        "--api-key",
+        KEY,
+        "--api-key-file",
+        str(keys),
+        "--admin-key",
+        ADMIN,
+        "--allowed-host",
+        "mill.example",
+    )
+    running = Server(
+        tiny_folder, *options, "--allowed-origin", "https://chat.example", "--max-requests", "1"
+    ).wait()
     yield running
     assert running.stop() == 0
 
@@ -52,12 +65,20 @@ def test_every_route_but_health_and_readiness_needs_a_key(server):
             if path not in ("/health", "/ready"):
                 reply = httpx.request(method, f"{server.url}{path}")
                 assert reply.status_code == 401, path
-                assert reply.json()["error"]["code"] in ("invalid_api_key", 401)  # the number is Google's
-                assert reply.json().get("type") == ("error" if path.startswith("/v1/messages") else None)
+                # the number is Google's
+                assert reply.json()["error"]["code"] in ("invalid_api_key", 401)
+                assert reply.json().get("type") == (
+                    "error" if path.startswith("/v1/messages") else None
+                )
     for key in (KEY, OTHER, ADMIN):
         assert ask(server, key).status_code == 200
     for key in ("x", KEY + "x", KEY[:-1], "é" * 20):
-        assert httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 401
+        assert (
+            httpx.get(
+                f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".encode()}
+            ).status_code
+            == 401
+        )
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
@@ -82,7 +103,9 @@ def test_the_page_needs_no_key_but_what_it_shows_does(server):
 def test_a_request_is_cancelled_by_its_tenant_or_the_admin_only(server):
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
     for key, status in ((OTHER, 404), (ADMIN, 200)):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}) as reply:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}
+        ) as reply:
             lines = reply.iter_lines()  # kept: when it goes, so does the connection
             name = json.loads(next(lines)[6:])["id"]
             assert ask(server, key, f"/v1/requests/{name}", "DELETE").status_code == status
@@ -95,12 +118,16 @@ def test_slots_show_requests_without_their_texts_to_the_admin(server):
     until(lambda: ask(server, ADMIN, "/slots?fail_on_no_slot=1").status_code == 200)
     (free,) = ask(server, ADMIN, "/slots").json()
     assert free["is_processing"] is False
-    body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "max_tokens": 500, "n": 100}  # one sequence after the other
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}) as reply:
+    # one sequence after the other
+    body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "max_tokens": 500, "n": 100}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}
+    ) as reply:
         lines = reply.iter_lines()  # kept: when it goes, so does the connection
         name = json.loads(next(lines)[6:])["id"]
         until(lambda: ask(server, ADMIN, "/slots?fail_on_no_slot=1").status_code == 503)
-        while not (slot := ask(server, ADMIN, "/slots").json()[0])["is_processing"]:  # between two sequences
+        # between two sequences
+        while not (slot := ask(server, ADMIN, "/slots").json()[0])["is_processing"]:
             pass
     assert slot["id_task"].startswith(name)
     assert slot["n_prompt_tokens"] == len("a secret")
@@ -110,7 +137,9 @@ def test_slots_show_requests_without_their_texts_to_the_admin(server):
 def test_prompts_of_another_key_are_not_found_in_the_cache(server):
     def cached(key):
         body = {"prompt": "the same long prefix of all " * 8, "max_tokens": 1}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}).json()
+        reply = httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}
+        ).json()
         return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert cached(KEY) == 0
@@ -136,26 +165,56 @@ def test_hosts_and_origins(server, headers, status):
 
 
 def test_a_page_of_an_allowed_origin_may_ask(server):
-    asked = ask(server, "", method="OPTIONS", origin="https://chat.example", access_control_request_method="POST")
+    asked = ask(
+        server,
+        "",
+        method="OPTIONS",
+        origin="https://chat.example",
+        access_control_request_method="POST",
+    )
     assert asked.status_code == 204
     assert asked.headers["access-control-allow-origin"] == "https://chat.example"
-    names = "authorization, x-api-key, x-stainless-lang, x-stainless-retry-count, openai-organization"
-    asked = ask(server, "", method="OPTIONS", origin="https://chat.example", access_control_request_headers=names)
+    names = (
+        "authorization, x-api-key, x-stainless-lang, x-stainless-retry-count, openai-organization"
+    )
+    asked = ask(
+        server,
+        "",
+        method="OPTIONS",
+        origin="https://chat.example",
+        access_control_request_headers=names,
+    )
     assert asked.headers["access-control-allow-headers"] == names
-    for key, path, status in (("", "/v1/models", 401), (KEY, "/v1/nothing", 404), (KEY, "/metrics", 403)):
+    for key, path, status in (
+        ("", "/v1/models", 401),
+        (KEY, "/v1/nothing", 404),
+        (KEY, "/metrics", 403),
+    ):
         refused = ask(server, key, path, origin="https://chat.example")
         assert refused.status_code == status
         assert refused.headers.get_list("access-control-allow-origin") == ["https://chat.example"]
     refused = ask(server, "", origin="https://evil.example")
     assert refused.status_code == 403
     assert "access-control-allow-origin" not in refused.headers
-    assert ask(server, origin="https://chat.example").headers["access-control-allow-origin"] == "https://chat.example"
+    assert (
+        ask(server, origin="https://chat.example").headers["access-control-allow-origin"]
+        == "https://chat.example"
+    )
     assert "access-control-allow-origin" not in ask(server).headers
 
 
 @pytest.mark.parametrize(
     "path",
-    ["//v1/models", "/v1//models", "/v1%2fmodels", "/v1/models/", "/v1/models/..%2f..", "/v1/%00", "/V1/models", "/v1\\models"],
+    [
+        "//v1/models",
+        "/v1//models",
+        "/v1%2fmodels",
+        "/v1/models/",
+        "/v1/models/..%2f..",
+        "/v1/%00",
+        "/V1/models",
+        "/v1\\models",
+    ],
 )
 def test_tricks_with_paths_lead_nowhere(server, path):
     assert plainly(server, f"GET {path} HTTP/1.1") in (404, 400)
@@ -164,17 +223,26 @@ def test_tricks_with_paths_lead_nowhere(server, path):
 @pytest.mark.parametrize("length", ["1000000000", "99999999999999999999999999", "-1", "x"])
 def test_a_body_of_too_many_bytes_is_not_waited_for(server, length):
     """No byte of it is sent, and there is a response."""
-    assert plainly(server, "POST /v1/completions HTTP/1.1", f"Content-Length: {length}") in (413, 400)
+    assert plainly(server, "POST /v1/completions HTTP/1.1", f"Content-Length: {length}") in (
+        413,
+        400,
+    )
 
 
 def plainly(server, *lines):
     """The status of a request as it is written."""
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall("\r\n".join([*lines, "Host: localhost", f"x-api-key: {KEY}", "Connection: close", "", ""]).encode())
+        raw.sendall(
+            "\r\n".join(
+                [*lines, "Host: localhost", f"x-api-key: {KEY}", "Connection: close", "", ""]
+            ).encode()
+        )
         return int(b"".join(iter(lambda: raw.recv(65536), b"")).split()[1])
 
 
-@pytest.mark.parametrize(("method", "status"), [("HEAD", 405), ("PUT", 405), ("DELETE", 405), ("OPTIONS", 204)])
+@pytest.mark.parametrize(
+    ("method", "status"), [("HEAD", 405), ("PUT", 405), ("DELETE", 405), ("OPTIONS", 204)]
+)
 def test_other_methods(server, method, status):
     assert ask(server, method=method).status_code == status
 
@@ -209,7 +277,9 @@ async def test_the_rest_of_a_body_is_taken_after_an_early_response():
     """A route that answers without reading its body leaves the connection as it should be."""
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 501, "headers": [(b"content-length", b"0")]})
+        await send(
+            {"type": "http.response.start", "status": 501, "headers": [(b"content-length", b"0")]}
+        )
         await send({"type": "http.response.body", "body": b""})
 
     async with behind_our_protocol(app) as port:
@@ -228,10 +298,20 @@ async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
     size = 30 * 2**20
     is_cut_off = asyncio.Event()
     plain = connections.BoundedProtocol.connection_lost
-    monkeypatch.setattr(connections.BoundedProtocol, "connection_lost", lambda self, why: (plain(self, why), is_cut_off.set()))
+    monkeypatch.setattr(
+        connections.BoundedProtocol,
+        "connection_lost",
+        lambda self, why: (plain(self, why), is_cut_off.set()),
+    )
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", str(size).encode())],
+            }
+        )
         await send({"type": "http.response.body", "body": b"x" * size})
 
     async with behind_our_protocol(app) as port:
@@ -267,10 +347,14 @@ def test_tenants_are_kept_apart_without_an_admin_key(tenants):
             threads.submit(httpx.post, f"{tenants.url}/v1/completions", json=given, headers=one)
             for given, one in zip(bodies, headers, strict=True)
         ]
-        while httpx.delete(f"{tenants.url}/v1/requests/same", headers=headers[0]).status_code != 200:
+        while (
+            httpx.delete(f"{tenants.url}/v1/requests/same", headers=headers[0]).status_code != 200
+        ):
             assert not asked[0].done()
         assert [one.result().status_code for one in asked] == [499, 200]
-    stories = httpx.get(f"{tenants.url}/v1/requests/same/explain", headers=headers[1]).json()["data"]
+    stories = httpx.get(f"{tenants.url}/v1/requests/same/explain", headers=headers[1]).json()[
+        "data"
+    ]
     assert [story["status"] for story in stories] == ["length"]
 
 
@@ -278,7 +362,9 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.3)
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+        )
         await send({"type": "http.response.body"})
 
     async with behind_our_protocol(app) as port:
@@ -312,7 +398,9 @@ async def test_who_may_see_the_requests_of_all_tenants(keys, admin_keys, asked_w
         await send({"type": "http.response.body"})
 
     guarded = RequestMiddleware(Guard(app, Access.of(keys, None, admin_keys, [], [])), None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://localhost") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(guarded), base_url="http://localhost"
+    ) as client:
         for path in ADMIN_PATHS:
             assert (await client.get(path, headers={"x-api-key": asked_with})).status_code == status
 
@@ -350,14 +438,23 @@ def test_priorities_of_keys(tmp_path):
     assert callers[ADMIN].priority_of(-100) == -100
     for caller in callers.values():
         assert replace(access.caller_of(caller.tenant), call=caller.call) == caller
-        lines = [replace(caller, in_background=True).priority_of(asked) for asked in (caller.priority, 100)]
+        lines = [
+            replace(caller, in_background=True).priority_of(asked)
+            for asked in (caller.priority, 100)
+        ]
         assert BACKGROUND <= lines[0] < lines[1]
     assert access.caller_of("unknown") is None
     assert Access().caller_of("").priority_of(-100) == -100
     sealed = Access.of([f"{KEY} record-text=off priority=2", OTHER], None, [], [], [])
     assert sealed.private_tenants == {sealed.caller_with(KEY).tenant}
     assert sealed.caller_with(KEY).priority == 2
-    for settings in ("record-text=maybe", "priority=101", "priority=x", "urgent", "priority=1 priority=2"):
+    for settings in (
+        "record-text=maybe",
+        "priority=101",
+        "priority=x",
+        "urgent",
+        "priority=1 priority=2",
+    ):
         wrong = f"{KEY} {settings}"
         with pytest.raises(ConfigError, match="priority=N") as refused:
             Access.of([wrong], None, [], [], [])
@@ -370,8 +467,12 @@ def test_what_keys_may_be_and_where_they_are_needed(tmp_path):
     for wrong in ("", " ", "caf\u00e9"):
         with pytest.raises(ConfigError, match="printable ASCII"):
             Access.of([wrong], None, [], [], [])
-    for short in (Access.of(["short"], None, [], [], []), Access.of([KEY], None, ["short priority=1"], [], [])):
-        short.check_host_is_safe("127.0.0.1")  # the operator's own decision; for others it would be too easy to guess
+    for short in (
+        Access.of(["short"], None, [], [], []),
+        Access.of([KEY], None, ["short priority=1"], [], []),
+    ):
+        # the operator's own decision; for others it would be too easy to guess
+        short.check_host_is_safe("127.0.0.1")
         with pytest.raises(ConfigError, match="16 characters can be guessed"):
             short.check_host_is_safe("0.0.0.0")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -386,9 +487,17 @@ def test_what_keys_may_be_and_where_they_are_needed(tmp_path):
 @pytest.mark.parametrize(
     ("given", "allowed", "refused"),
     [
-        ("localhost", ["http://localhost", "http://127.0.0.1:3000", "https://[::1]:8"], ["http://localhost.evil.com", "null"]),
+        (
+            "localhost",
+            ["http://localhost", "http://127.0.0.1:3000", "https://[::1]:8"],
+            ["http://localhost.evil.com", "null"],
+        ),
         ("*", ["http://localhost:1", "https://evil.example", "null"], [""]),
-        ("https://a.example", ["https://a.example"], ["http://localhost", "https://a.example:444", ""]),
+        (
+            "https://a.example",
+            ["https://a.example"],
+            ["http://localhost", "https://a.example:444", ""],
+        ),
     ],
 )
 def test_allowed_origins(given, allowed, refused):

@@ -1,5 +1,6 @@
-"""Hostile requests against a real server whose model has a hostile chat template: each is refused with a typed error, or served
-where it is legal. Other requests complete with the same output, and memory stays bounded."""
+"""Hostile requests against a real server whose model has a hostile chat template: each is refused
+with a typed error, or served where it is legal. Other requests complete with the same output, and
+memory stays bounded."""
 
 import asyncio
 import json
@@ -30,16 +31,37 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 SAID = [{"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [CALL]}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
-BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "cache_control": {"type": "ephemeral"}}
-PROMPT = {"model": "tiny", "messages": [{"role": "user", "content": [BLOCK]}], "system": [{"type": "text", "text": "x"}]}
+BLOCK = {
+    "type": "tool_use",
+    "id": "a",
+    "name": "f",
+    "input": {},
+    "cache_control": {"type": "ephemeral"},
+}
+PROMPT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": [BLOCK]}],
+    "system": [{"type": "text", "text": "x"}],
+}
 CALLED = [{"text": "x"}, {"functionCall": {"name": "f", "args": {}}}]
 RESULT = [{"functionResponse": {"name": "f", "response": {}}}]
 CONTENTS = {
-    "contents": [{"role": "user", "parts": [{"text": "x"}]}, {"role": "model", "parts": CALLED}, {"parts": RESULT}],
-    "tools": [{"functionDeclarations": [{"name": "f", "parameters": {"type": "OBJECT", "nullable": True}}]}],
+    "contents": [
+        {"role": "user", "parts": [{"text": "x"}]},
+        {"role": "model", "parts": CALLED},
+        {"parts": RESULT},
+    ],
+    "tools": [
+        {
+            "functionDeclarations": [
+                {"name": "f", "parameters": {"type": "OBJECT", "nullable": True}}
+            ]
+        }
+    ],
     "generationConfig": {"maxOutputTokens": 2},
 }
-# A valid body of every route, with as much in it as goes together: what is put into its place is then looked at.
+# A valid body of every route, with as much in it as goes together: what is put into its place is
+# then looked at.
 VALID = {
     "/v1/completions": {"model": "tiny", "prompt": "x", "max_tokens": 2, "structured_outputs": {"json": {"type": "object"}}},
     "/v1/chat/completions": {
@@ -51,7 +73,8 @@ VALID = {
     "/apply-template": {"model": "tiny", "messages": SAID},
     "/invocations": {"model": "tiny", "prompt": "x", "max_tokens": 2},
     "/completion": {"prompt": "x", "n_predict": 2},
-    "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2},  # for which the model has no tokens
+    # for which the model has no tokens
+    "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2},
     "/embedding": {"content": "x"},
     "/v1/embeddings": {"model": "tiny", "input": "x"},
     "/v1/conversations": {"items": [ITEM], "metadata": {"x": "y"}},
@@ -107,9 +130,15 @@ def server(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile") / "m"
     shutil.copytree(tiny_folder, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
     running = Server(folder).wait()
-    ask(running, "/v1/chat/completions", VALID["/v1/chat/completions"] | {"response_format": {"type": "json_object"}})
+    ask(
+        running,
+        "/v1/chat/completions",
+        VALID["/v1/chat/completions"] | {"response_format": {"type": "json_object"}},
+    )
     yield running
     assert running.stop() == 0
 
@@ -167,7 +196,9 @@ async def test_every_field_takes_any_value_or_refuses_it(server, num_values):
     }
     assert set(schemas) == set(VALID), "a route is new or gone: say here what a valid body is"
     places = [
-        (path, where) for path, schema in schemas.items() for where in dict.fromkeys([*fields(schema), *FREE.get(path, ())])
+        (path, where)
+        for path, schema in schemas.items()
+        for where in dict.fromkeys([*fields(schema), *FREE.get(path, ())])
     ]
     bodies = [
         (path, put(VALID[path], where, VALUES[(turn + number) % len(VALUES)]))
@@ -177,7 +208,9 @@ async def test_every_field_takes_any_value_or_refuses_it(server, num_values):
     assert len(bodies) > 300 * num_values
     seen: dict[int, int] = {}
     left = iter(bodies)
-    async with httpx.AsyncClient(base_url=server.url, headers={"Content-Type": "application/json"}) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, headers={"Content-Type": "application/json"}
+    ) as client:
 
         async def work() -> None:
             for path, body in left:
@@ -187,7 +220,11 @@ async def test_every_field_takes_any_value_or_refuses_it(server, num_values):
                 if reply.status_code >= 400:
                     told = reply.json()["error"]
                     assert told["message"], (path, body)
-                    assert "internal" not in told.get("type", told.get("status")).lower(), (path, body, told)
+                    assert "internal" not in told.get("type", told.get("status")).lower(), (
+                        path,
+                        body,
+                        told,
+                    )
 
         await asyncio.gather(*(work() for _ in range(8)))
     assert sum(seen.values()) == len(bodies)
@@ -239,7 +276,9 @@ GRAMMARS = {
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_grammars(server, name):
     grammar, status = GRAMMARS[name]
-    reply = ask(server, "/v1/completions", {"prompt": "x", "max_tokens": 3, "structured_outputs": grammar})
+    reply = ask(
+        server, "/v1/completions", {"prompt": "x", "max_tokens": 3, "structured_outputs": grammar}
+    )
     if status == 400:
         refused(reply)
     assert reply.status_code == status, reply.text[:300]
@@ -250,12 +289,23 @@ def test_grammars(server, name):
 
 @pytest.mark.parametrize("what", ["spin", "fill", "write", "double", "divide", "sort"])
 def test_templates(server, what):
-    error = refused(ask(server, "/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {what: True}}))
+    error = refused(
+        ask(
+            server,
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": {what: True}},
+        )
+    )
     assert "template" in error["message"]
-    assert ask(server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+    assert (
+        ask(server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}).status_code
+        == 200
+    )
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "self", "bos_token"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "self", "bos_token"]
+)
 def test_what_templates_are_given_cannot_be_replaced(server, name):
     body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {name: []}}
     reply = ask(server, "/v1/chat/completions", body)
@@ -270,7 +320,12 @@ def test_arguments_that_are_too_deep_for_a_template(server):
 
 # ---- bodies
 
-SURROGATES = [b'{"prompt": "\\ud800"}', b'{"prompt": ["x", "\\udc00\\ud800"]}', b'{"\\ud800": 1}', b'{"prompt": "\xed\xa0\x80"}']
+SURROGATES = [
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": ["x", "\\udc00\\ud800"]}',
+    b'{"\\ud800": 1}',
+    b'{"prompt": "\xed\xa0\x80"}',
+]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +355,12 @@ def test_bodies_of_too_many_parts(server, body):
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-unknown"])
 def test_compressed_bodies_are_refused(server, coding):
     bomb = zlib.compress(b"[" * 10**7, wbits=31)
-    assert "encoding" in refused(ask(server, "/v1/completions", bomb, headers={"Content-Encoding": coding}), 415)["message"]
+    assert (
+        "encoding"
+        in refused(ask(server, "/v1/completions", bomb, headers={"Content-Encoding": coding}), 415)[
+            "message"
+        ]
+    )
 
 
 # ---- as they are written
@@ -320,7 +380,14 @@ def plainly(server, data, seconds=LONG_S):
 
 
 def post(*lines, body=b"", path="/v1/completions"):
-    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+    head = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *lines,
+        "",
+        "",
+    ]
     return "\r\n".join(head).encode() + body
 
 
@@ -362,7 +429,8 @@ def test_requests_that_could_be_read_in_two_ways(server, data):
     ("line", "status"),
     [
         ("GET http://localhost/v1/models HTTP/1.1", 400),
-        ("GET http://elsewhere/v1/models HTTP/1.1", 400),  # the Host header is what counts, and it is checked
+        # the Host header is what counts, and it is checked
+        ("GET http://elsewhere/v1/models HTTP/1.1", 400),
         ("GET /v1/models?x=%00 HTTP/1.1", 200),
         ("GET /v1/models#x HTTP/1.1", 400),
         ("GET ///v1/models HTTP/1.1", 400),
@@ -392,7 +460,9 @@ def test_request_lines(server, line, status):
     assert b"Traceback" not in got
 
 
-@pytest.mark.parametrize("origin", ["http://[", "null", "http://", "http://localhost:1", "file://", "http://localhost@x"])
+@pytest.mark.parametrize(
+    "origin", ["http://[", "null", "http://", "http://localhost:1", "file://", "http://localhost@x"]
+)
 def test_origins_that_are_not_ours(server, origin):
     assert httpx.get(f"{server.url}/v1/models", headers={"Origin": origin}).status_code == 403
 
@@ -409,7 +479,10 @@ def test_nobody_is_upgraded(server, upgrade):
     [
         (post("Content-Length: 1000000000"), b"x" * 65536),
         (post("Transfer-Encoding: chunked"), b"10000\r\n" + b"x" * 65536 + b"\r\n"),
-        (post("Transfer-Encoding: chunked", path="/nowhere"), b"10000\r\n" + b"x" * 65536 + b"\r\n"),
+        (
+            post("Transfer-Encoding: chunked", path="/nowhere"),
+            b"10000\r\n" + b"x" * 65536 + b"\r\n",
+        ),
         (post("Transfer-Encoding: chunked", path="/health"), b"10000\r\n" + b"x" * 65536 + b"\r\n"),
         (post("Transfer-Encoding: chunked", body=b"0\r\n"), b"X: " + b"x" * 1000 + b"\r\n"),
         (post("Transfer-Encoding: chunked", body=b"0\r\nX: "), b"x" * 65536),
@@ -437,7 +510,8 @@ def test_what_has_no_end_is_cut_off(server, opening, endless):
 
 
 async def test_a_client_that_does_not_read_is_dropped(monkeypatch):
-    """A response that is not read is held in bounded memory and for a bounded time, and so is a body that nobody reads."""
+    """A response that is not read is held in bounded memory and for a bounded time, and so is a
+    body that nobody reads."""
     monkeypatch.setattr(connections, "READ_WITHIN_S", 0.5)
     monkeypatch.setattr(connections, "REST_WITHIN_S", 0.5)
     num_sent, ended = 0, asyncio.Event()
@@ -458,7 +532,9 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch):
     async with behind_our_protocol(app) as port:
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.setblocking(False)
-            await asyncio.get_running_loop().sock_sendall(raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.get_running_loop().sock_sendall(
+                raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n"
+            )
             await asyncio.wait_for(ended.wait(), LONG_S)
             assert num_sent < 20 * 2**20  # what the two kernels hold
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -482,7 +558,16 @@ def test_a_body_that_never_ends_is_not_waited_for(server):
 
 def dawdlers(server, num):
     """Streams that are asked for and not read."""
-    body = json.dumps({"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 20}).encode()
+    body = json.dumps(
+        {
+            "prompt": "x",
+            "max_tokens": 450,
+            "ignore_eos": True,
+            "stream": True,
+            "n": 4,
+            "logprobs": 20,
+        }
+    ).encode()
     made = []
     for _ in range(num):
         raw = socket.socket()
@@ -496,11 +581,19 @@ def dawdlers(server, num):
 def torment(server):
     """Some of everything above."""
     unread = dawdlers(server, 8)
-    plainly(server, post("Transfer-Encoding: chunked", body=b"100000\r\n" + b"x" * 2**20 + b"\r\n"), 0.1)
+    plainly(
+        server, post("Transfer-Encoding: chunked", body=b"100000\r\n" + b"x" * 2**20 + b"\r\n"), 0.1
+    )
     plainly(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 2**20, 0.1)
     with ThreadPoolExecutor(4) as pool:
-        chats = [{"messages": MESSAGES, "chat_template_kwargs": {what: True}} for what in ("spin", "fill")]
-        chats += [{"messages": [{"role": "u"}] * 60_000}, {"messages": [{"role": "u", "content": "x" * 10**6}]}]
+        chats = [
+            {"messages": MESSAGES, "chat_template_kwargs": {what: True}}
+            for what in ("spin", "fill")
+        ]
+        chats += [
+            {"messages": [{"role": "u"}] * 60_000},
+            {"messages": [{"role": "u", "content": "x" * 10**6}]},
+        ]
         replies = [pool.submit(ask, server, "/v1/chat/completions", chat) for chat in chats]
         for grammar, _ in list(GRAMMARS.values())[::3]:
             body = {"prompt": "x", "max_tokens": 20, "structured_outputs": grammar}
@@ -512,7 +605,16 @@ def torment(server):
 
 
 def test_others_get_the_same_output_and_memory_stays_bounded(server):
-    asked = [{"prompt": f"the tide {i}", "max_tokens": 60, "temperature": 0.8, "seed": i, "ignore_eos": True} for i in range(4)]
+    asked = [
+        {
+            "prompt": f"the tide {i}",
+            "max_tokens": 60,
+            "temperature": 0.8,
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(4)
+    ]
 
     def texts():
         replies = [ask(server, "/v1/completions", body) for body in asked]
@@ -540,7 +642,11 @@ def test_others_hardly_notice_and_memory_stays_flat(server):
         rounds += 1
     gaps, after = bystander.gaps(), resident_mb(server)
     for name, told in (("quiet", quiet), ("tormented", gaps)):
-        print(name, len(told), *(f"p{p} {1000 * percentile(told, p):.1f} ms" for p in (50, 99, 99.9, 100)))
+        print(
+            name,
+            len(told),
+            *(f"p{p} {1000 * percentile(told, p):.1f} ms" for p in (50, 99, 99.9, 100)),
+        )
     print(f"{rounds} rounds, {before:.0f} MB before, {after:.0f} MB after")
     assert percentile(gaps, 50) < 10 * percentile(quiet, 50) + 0.05
     assert percentile(gaps, 99) < 10 * percentile(quiet, 99) + 0.25

@@ -60,7 +60,9 @@ def test_signals_stop_it_cleanly_even_in_the_middle_of_a_response(tiny_folder, f
     server = Server(tiny_folder).wait()
     socket_file, engine = socket_of_engine(folder), server.engine_pid()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        "POST",
+        f"{server.url}/v1/completions",
+        json={"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True},
     ) as reply:
         lines = reply.iter_lines()
         next(lines)
@@ -84,18 +86,23 @@ def engines(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("delay_s", [1.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.3, 1.6, 2.2, 3.0, 4.0))])
+@pytest.mark.parametrize(
+    "delay_s",
+    [1.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.3, 1.6, 2.2, 3.0, 4.0))],
+)
 def test_interrupt_while_loading(tiny_folder, folder, delay_s):
     server = Server(tiny_folder)
     time.sleep(delay_s)
-    code = server.stop()  # not 0 only while Python itself is still importing; 1 if that is its site module
+    # not 0 only while Python itself is still importing; 1 if that is its site module
+    code = server.stop()
     assert code in (0, 130, -signal.SIGINT) or "init_import_site" in server.process.stdout.read()
     until(lambda: not engines(folder))
     assert not list(folder.glob("tidemill-*"))
 
 
 def test_ctrl_c_is_not_lost_while_modules_are_read():
-    """As an exception it may come where Python swallows it; so it ends the process until a command heeds it."""
+    """As an exception it may come where Python swallows it; so it ends the process until a command
+    heeds it."""
     script = """if True:
         import runpy, signal, sys
 
@@ -108,7 +115,9 @@ def test_ctrl_c_is_not_lost_while_modules_are_read():
         sys.argv = ["tidemill", "serve", "/nowhere"]
         runpy.run_module("tidemill", run_name="__main__")
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S
+    )
     assert done.stdout.split() == ["typer", "SIG_DFL", "uvicorn", "SIG_DFL"], done.stderr
     assert "There is no model" in done.stderr
 
@@ -122,7 +131,9 @@ def test_an_ignored_ctrl_c_stays_ignored():
         sys.argv = ["tidemill", "bench", "latency", "-m", "/nowhere"]
         runpy.run_module("tidemill", run_name="__main__")
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S
+    )
     assert done.stdout.split()[-1] == "SIG_IGN"
 
 
@@ -135,15 +146,27 @@ def test_a_model_without_tokenizer_leaves_nothing_behind(tiny_folder, folder, tm
     until(lambda: not engines(folder))
 
 
-def test_code_in_the_current_folder_is_not_run_and_port_0_is_a_free_one_that_is_printed(tiny_folder, tmp_path):
+def test_code_in_the_current_folder_is_not_run_and_port_0_is_a_free_one_that_is_printed(
+    tiny_folder, tmp_path
+):
     """`cd downloaded-model && tidemill serve .` must not import what lies there."""
     shutil.copytree(tiny_folder, tmp_path / "m")
     for name in ("safetensors", "torch", "gguf", "pip"):
         (tmp_path / "m" / f"{name}.py").write_text("raise SystemExit('foreign code ran')")
     tidemill = Path(sys.executable).parent / "tidemill"
-    done = subprocess.run([tidemill, "generate", "x", "-m", ".", "-n", "1"], cwd=tmp_path / "m", capture_output=True, text=True)
+    done = subprocess.run(
+        [tidemill, "generate", "x", "-m", ".", "-n", "1"],
+        cwd=tmp_path / "m",
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    server = subprocess.Popen([tidemill, "serve", ".", "--port", "0"], cwd=tmp_path / "m", stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [tidemill, "serve", ".", "--port", "0"],
+        cwd=tmp_path / "m",
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     seen = ""
     for line in server.stderr:
         seen += line
@@ -158,9 +181,17 @@ def test_code_in_the_current_folder_is_not_run_and_port_0_is_a_free_one_that_is_
 
 def ask(server: Server, number: int, length: int) -> tuple[list[str], str]:
     """A streamed response, greedy or seeded by turns: its pieces, and its end."""
-    body = {"prompt": f"number {number}", "max_tokens": length, "ignore_eos": True, "stream": True, "seed": number}
+    body = {
+        "prompt": f"number {number}",
+        "max_tokens": length,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": number,
+    }
     pieces, end = [], ""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"temperature": number % 2}) as reply:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body | {"temperature": number % 2}
+    ) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             end = line or end
@@ -250,7 +281,11 @@ def cancellation_by_id_and_deadline(server, fragile):
     with stream(server) as reply:
         lines = reply.iter_lines()
         name = json.loads(next(lines)[6:])["id"]
-        assert httpx.delete(f"{server.url}/v1/requests/{name}").json() == {"id": name, "object": "request", "cancelled": True}
+        assert httpx.delete(f"{server.url}/v1/requests/{name}").json() == {
+            "id": name,
+            "object": "request",
+            "cancelled": True,
+        }
         assert any('"request_cancelled"' in line for line in lines)
     assert httpx.delete(f"{server.url}/v1/requests/{name}").status_code == 404
     fragile.open_gate()
@@ -260,6 +295,9 @@ def cancellation_by_id_and_deadline(server, fragile):
     late = httpx.post(f"{server.url}/v1/completions", json=body)
     assert late.status_code == 408
     assert late.json()["error"]["type"] == "deadline_exceeded"
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "timeout": 0}).status_code == 400
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "timeout": 0}).status_code
+        == 400
+    )
     fragile.open_gate()
     until(lambda: server.gauge("requests_running") == 0)

@@ -18,14 +18,36 @@ from tests.waiting import until
 from tidemill.errors import ConfigError
 from tidemill.server.http.listen import Listen
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="certificates are made with openssl"
+)
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     """Self-signed, and its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += [
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
 
@@ -41,16 +63,21 @@ def answers(client: httpx.Client, url: str) -> bool:
 def test_tls_with_certificates_of_clients(tiny_folder, tmp_path):
     cert, key = certificate(tmp_path, "server")
     mine, my_key = certificate(tmp_path, "client")
-    server = Server(tiny_folder, "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(mine))
+    server = Server(
+        tiny_folder, "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(mine)
+    )
     url = server.url.replace("http:", "https:")
     known = ssl.create_default_context(cafile=str(cert))
     known.load_cert_chain(mine, my_key)
     with httpx.Client(verify=known) as client:
         until(lambda: server.process.poll() is not None or answers(client, url))
-        reply = client.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True})
+        reply = client.post(
+            f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True}
+        )
         assert reply.text.endswith("data: [DONE]\n\n")
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"{url}/health", verify=ssl.create_default_context(cafile=str(cert)))  # no certificate is shown
+        # no certificate is shown
+        httpx.get(f"{url}/health", verify=ssl.create_default_context(cafile=str(cert)))
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{server.url}/health")
     assert server.stop() == 0
@@ -62,7 +89,17 @@ def test_tls_files_that_cannot_be_used_are_told(tmp_path):
     cert, key = certificate(tmp_path, "one")
     _, other = certificate(tmp_path, "other")
     locked = tmp_path / "locked.key"
-    command = ["openssl", "ec", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
+    command = [
+        "openssl",
+        "ec",
+        "-in",
+        str(key),
+        "-aes256",
+        "-passout",
+        "pass:secret",
+        "-out",
+        str(locked),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     assert Listen(tls_cert=cert, tls_key=key).tls()
     for wrong in (other, locked, cert):
@@ -83,13 +120,20 @@ def test_a_unix_socket_under_a_root_path(tiny_folder, tmp_path):
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
         until(lambda: server.process.poll() is not None or answers(client, "http://localhost/llm"))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert client.get("http://localhost/health").status_code == 200  # by a proxy that takes the prefix off
-        reply = client.post("http://localhost/llm/v1/completions", json={"prompt": "x", "max_tokens": 3})
+        # by a proxy that takes the prefix off
+        assert client.get("http://localhost/health").status_code == 200
+        reply = client.post(
+            "http://localhost/llm/v1/completions", json={"prompt": "x", "max_tokens": 3}
+        )
         assert reply.json()["model"] == "tiny"
-        assert client.get("http://localhost/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        assert client.get("http://localhost/llm/openapi.json").json()["servers"] == [
+            {"url": "/llm"}
+        ]
         moved = client.get("http://localhost/llm")
         assert (moved.status_code, moved.headers["location"]) == (308, "/llm/")
-        linked = re.findall(r'(?:src|href)="([^#"][^"]*)"', client.get("http://localhost/llm/").text)
+        linked = re.findall(
+            r'(?:src|href)="([^#"][^"]*)"', client.get("http://localhost/llm/").text
+        )
         assert linked
         for name in linked:
             assert client.get(httpx.URL("http://localhost/llm/").join(name)).status_code == 200
@@ -138,7 +182,9 @@ def test_the_page_works_under_a_root_path(tiny_folder, tmp_path):
         browser.open(f"{server.url}/llm")
         browser.until("document.querySelector('#model').value === 'tiny'")
         browser.click("#tab-engine")
-        browser.until("document.querySelector('#live-says').textContent === '' && location.pathname === '/llm/'")
+        browser.until(
+            "document.querySelector('#live-says').textContent === '' && location.pathname === '/llm/'"
+        )
         browser.click("#tab-chat")
         browser.until("location.pathname === '/llm/' && location.hash === ''")
         assert browser.complaints() == []

@@ -28,7 +28,9 @@ class Watched:
         self.live = Live(EngineClient(), self.metrics, self.explainer)
 
     def submit(self, name, prompt, length):
-        self.core.submit(Submit(name, prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1)))
+        self.core.submit(
+            Submit(name, prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1))
+        )
 
     def step(self, num=1):
         for _ in range(num):
@@ -67,7 +69,12 @@ async def test_a_frame_tells_what_runs_and_waits(tiny_folder):
     watched.step(6)
     state = await next_of(frames, "state")
     first, second, third = state["requests"]
-    assert (first["id"], first["phase"], first["prompt"], first["prefilled"]) == ("r0", "decode", 40, 40)
+    assert (first["id"], first["phase"], first["prompt"], first["prefilled"]) == (
+        "r0",
+        "decode",
+        40,
+        40,
+    )
     assert first["output"] == len(watched.core.live["r0"].requests[0].tokens) - 40
     assert second["cached"] == 32  # the same prompt, but for the page that must be computed
     assert third["phase"] == "queued"
@@ -111,7 +118,11 @@ async def test_a_tenant_sees_ids_of_its_own_only(tiny_folder):
     assert len(set(names)) == 3
     assert [name for name, _ in pages["requests"]] == names  # the same alias everywhere
     assert {name for _, _, name, _ in state["decisions"]} == set(names)
-    assert [one["id"] for one in (await next_of(every, "state"))["requests"]] == ["me/a/0", "you/secret/0", "you/secret/1"]
+    assert [one["id"] for one in (await next_of(every, "state"))["requests"]] == [
+        "me/a/0",
+        "you/secret/0",
+        "you/secret/1",
+    ]
 
 
 async def test_a_slow_watcher_misses_frames_and_gets_the_newest(tiny_folder):
@@ -135,7 +146,8 @@ async def test_the_last_state_reaches_all(tiny_folder):
     watched.submit("x", [3] * 10, 5)
     await next_of(early, "state")
     watched.step(5)
-    for frames in (late, early):  # the first of them may get a state that was made before the steps, and then another
+    # the first of them may get a state that was made before the steps, and then another
+    for frames in (late, early):
         while len((await next_of(frames, "state"))["steps"]) < 5:
             pass
 

@@ -20,7 +20,11 @@ def ask(server, path, status=200, **body):
 def events(server, path="/completion", **body):
     with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
-        return [json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {")]
+        return [
+            json.loads(line.removeprefix("data: "))
+            for line in reply.iter_lines()
+            if line.startswith("data: {")
+        ]
 
 
 def openai_text(server, prompt, **more):
@@ -45,7 +49,9 @@ def test_a_completion_is_that_of_the_other_apis(roomy, path):
     assert timings["predicted_n"] == 12
     assert timings["prompt_n"] + timings["cache_n"] == len("The tide")
     assert timings["predicted_ms"] >= 0
-    assert timings["predicted_per_second"] == pytest.approx(1000 * 11 / max(timings["predicted_ms"], 1e-6))
+    assert timings["predicted_per_second"] == pytest.approx(
+        1000 * 11 / max(timings["predicted_ms"], 1e-6)
+    )
 
 
 def test_a_streamed_completion_adds_up(roomy):
@@ -56,7 +62,11 @@ def test_a_streamed_completion_adds_up(roomy):
     assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
     assert len(whole["tokens"]) == 12
     streamed = [entry for part in parts for entry in part.get("completion_probabilities", [])]
-    assert [entry["id"] for entry in streamed] == [entry["id"] for entry in whole["completion_probabilities"]] == whole["tokens"]
+    assert (
+        [entry["id"] for entry in streamed]
+        == [entry["id"] for entry in whole["completion_probabilities"]]
+        == whole["tokens"]
+    )
     assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in streamed)
     assert all("timings" in part for part in parts)
     assert parts[-1]["stop_type"] == "limit"
@@ -67,7 +77,10 @@ def test_prompts_of_all_kinds(roomy):
     expected = ask(roomy, "/completion", prompt="The tide", **GREEDY)["content"]
     for prompt in (ids, ["The ", *ids[4:]], [*ids[:4], "tide"]):
         assert ask(roomy, "/completion", prompt=prompt, **GREEDY)["content"] == expected
-    assert ask(roomy, "/completion", prompt={"prompt_string": "The tide"}, **GREEDY)["content"] == expected
+    assert (
+        ask(roomy, "/completion", prompt={"prompt_string": "The tide"}, **GREEDY)["content"]
+        == expected
+    )
     assert openai_text(roomy, ["The ", *ids[4:]]) == expected
     several = ask(roomy, "/completion", prompt=["The tide", ids, [*ids[:4], "tide"], "x"], **GREEDY)
     assert [one["content"] for one in several[:3]] == [expected] * 3
@@ -81,31 +94,61 @@ def test_prompts_of_all_kinds(roomy):
 def test_how_it_ends(roomy, scripted):
     text = openai_text(roomy, "The tide")
     cut = ask(roomy, "/completion", prompt="The tide", stop=[text[3]], **GREEDY)
-    assert (cut["stop_type"], cut["stopping_word"], cut["content"]) == ("word", text[3], text.partition(text[3])[0])
+    assert (cut["stop_type"], cut["stopping_word"], cut["content"]) == (
+        "word",
+        text[3],
+        text.partition(text[3])[0],
+    )
     ended = ask(scripted, "/completion", prompt="<|assistant|>", temperature=0)
     assert (ended["stop_type"], ended["tokens_predicted"]) == ("eos", 7)
-    goes_on = ask(scripted, "/completion", prompt="<|assistant|>", temperature=0, ignore_eos=True, n_predict=20)
+    goes_on = ask(
+        scripted,
+        "/completion",
+        prompt="<|assistant|>",
+        temperature=0,
+        ignore_eos=True,
+        n_predict=20,
+    )
     assert goes_on["tokens_predicted"] == 20
     nothing = ask(roomy, "/completion", prompt="The tide", n_predict=0)
-    assert (nothing["content"], nothing["tokens_predicted"], nothing["stop_type"]) == ("", 0, "limit")
+    assert (nothing["content"], nothing["tokens_predicted"], nothing["stop_type"]) == (
+        "",
+        0,
+        "limit",
+    )
 
 
 def test_the_output_ends_with_the_context(scripted):
     body = {"prompt": "<|assistant|>", "ignore_eos": True, "temperature": 0}
     for n_predict in (-1, 10**6):
         made = ask(scripted, "/completion", n_predict=n_predict, **body)
-        assert (made["tokens_predicted"], made["stop_type"], made["truncated"]) == (511, "limit", True)
+        assert (made["tokens_predicted"], made["stop_type"], made["truncated"]) == (
+            511,
+            "limit",
+            True,
+        )
         assert made["generation_settings"]["n_predict"] == n_predict
-    assert ask(scripted, "/v1/completions", n_predict=10**6, **body)["usage"]["completion_tokens"] == 511
+    assert (
+        ask(scripted, "/v1/completions", n_predict=10**6, **body)["usage"]["completion_tokens"]
+        == 511
+    )
     assert ask(scripted, "/completion", n_predict=3, **body)["truncated"] is False
     error = ask(scripted, "/completion", 400, prompt="x" * 600)["error"]
-    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 600, 512)
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == (
+        "context_length_exceeded",
+        600,
+        512,
+    )
 
 
 def test_settings_are_those_that_were_used(roomy):
-    made = ask(roomy, "/completion", prompt="x", ignore_eos=True, top_p=0.5, n_predict=2)["generation_settings"]
+    made = ask(roomy, "/completion", prompt="x", ignore_eos=True, top_p=0.5, n_predict=2)[
+        "generation_settings"
+    ]
     assert (made["top_p"], made["top_k"], made["temperature"], made["mirostat"]) == (0.5, 0, 1, 0)
-    assert made["logit_bias"] == [{"bias": None, "token": token} for token in ask(roomy, "/tokenize", prompt="</s>")["tokens"]]
+    assert made["logit_bias"] == [
+        {"bias": None, "token": token} for token in ask(roomy, "/tokenize", prompt="</s>")["tokens"]
+    ]
 
 
 def test_openai_routes_without_v1(roomy):
@@ -121,24 +164,39 @@ def test_openai_routes_without_v1(roomy):
 
 
 def test_the_finish_reason_of_a_chat_has_a_chunk_of_its_own(roomy):
-    parts = events(roomy, "/v1/chat/completions", max_tokens=5, temperature=0, logprobs=True, messages=HI)
+    parts = events(
+        roomy, "/v1/chat/completions", max_tokens=5, temperature=0, logprobs=True, messages=HI
+    )
     *texts, last = [part["choices"][0] for part in parts]
     assert (last["finish_reason"], last["delta"]) == ("length", {"reasoning_content": None})
     assert [one["finish_reason"] for one in texts] == [None] * len(texts)
     assert sum(len(one["logprobs"]["content"]) for one in (*texts, last) if one["logprobs"]) == 5
 
 
-@pytest.mark.parametrize(("path", "more"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})],
+)
 def test_timings_per_token(roomy, path, more):
-    how = {"max_tokens": 5, "temperature": 0, "timings_per_token": True, "stream_options": {"include_usage": True}}
+    how = {
+        "max_tokens": 5,
+        "temperature": 0,
+        "timings_per_token": True,
+        "stream_options": {"include_usage": True},
+    }
     parts = events(roomy, path, **how, **more)
     assert "timings" not in parts[0]
     assert all(part["timings"]["predicted_per_second"] >= 0 for part in parts[1:])
     last = parts[-1]
     assert last["choices"] == []
     assert last["timings"]["predicted_n"] == 5
-    assert last["timings"]["prompt_n"] + last["timings"]["cache_n"] == last["usage"]["prompt_tokens"]
-    assert ask(roomy, path, max_tokens=5, timings_per_token=True, **more)["timings"]["predicted_n"] <= 5
+    assert (
+        last["timings"]["prompt_n"] + last["timings"]["cache_n"] == last["usage"]["prompt_tokens"]
+    )
+    assert (
+        ask(roomy, path, max_tokens=5, timings_per_token=True, **more)["timings"]["predicted_n"]
+        <= 5
+    )
 
 
 def test_timings_before_the_first_token_are_not_negative(roomy):
@@ -152,7 +210,8 @@ def test_timings_before_the_first_token_are_not_negative(roomy):
 
 
 def test_the_first_chunk_and_a_long_prompt_as_the_clients_of_each_path_know_them(roomy):
-    """Programs that ask OpenAI want a text, also in the first chunk; those that ask llama.cpp's own path know its null."""
+    """Programs that ask OpenAI want a text, also in the first chunk; those that ask llama.cpp's own
+    path know its null."""
     for path, content, kind in (
         ("/v1/chat/completions", "", "invalid_request_error"),
         ("/chat/completions", None, "exceed_context_size_error"),
@@ -165,27 +224,55 @@ def test_the_first_chunk_and_a_long_prompt_as_the_clients_of_each_path_know_them
 
 
 def test_sampling_under_its_names(roomy):
-    same = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "presence_penalty": 0.4}
+    same = {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 5,
+        "presence_penalty": 0.4,
+    }
     expected = openai_text(roomy, "The tide", **same, repetition_penalty=0.05, max_tokens=24)
-    assert ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=0.05, **same)["content"] == expected
+    assert (
+        ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=0.05, **same)[
+            "content"
+        ]
+        == expected
+    )
     assert openai_text(roomy, "The tide", **same, max_tokens=24) != expected
 
 
 def test_logit_bias_in_both_shapes(roomy):
     (a,) = ask(roomy, "/tokenize", prompt="a", add_special_tokens=False)["tokens"]
     for bias in ([[a, 100]], [["a", 100.0]], {str(a): 100}, {"a": 100}):
-        assert ask(roomy, "/completion", prompt="x", logit_bias=bias, **GREEDY)["content"] == "a" * 12
+        assert (
+            ask(roomy, "/completion", prompt="x", logit_bias=bias, **GREEDY)["content"] == "a" * 12
+        )
     text = openai_text(roomy, "The tide")
-    without = ask(roomy, "/completion", prompt="The tide", logit_bias=[[text[0], False]], **GREEDY)["content"]
+    without = ask(roomy, "/completion", prompt="The tide", logit_bias=[[text[0], False]], **GREEDY)[
+        "content"
+    ]
     assert text[0] not in without
 
 
 def test_grammars(roomy):
-    made = ask(roomy, "/completion", prompt="x", grammar='root ::= ("yes" | "no") [0-9]{2}', seed=3)["content"]
+    made = ask(
+        roomy, "/completion", prompt="x", grammar='root ::= ("yes" | "no") [0-9]{2}', seed=3
+    )["content"]
     assert re.fullmatch(r"(yes|no)\d\d", made)
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    assert json.loads(ask(roomy, "/completion", prompt="x", json_schema=schema, seed=3)["content"])["n"] in (1, 2)
-    assert "grammar" in ask(roomy, "/completion", 400, prompt="x", grammar="root ::= (")["error"]["message"]
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    assert json.loads(ask(roomy, "/completion", prompt="x", json_schema=schema, seed=3)["content"])[
+        "n"
+    ] in (1, 2)
+    assert (
+        "grammar"
+        in ask(roomy, "/completion", 400, prompt="x", grammar="root ::= (")["error"]["message"]
+    )
 
 
 def test_fields_of_the_response(roomy):
@@ -223,13 +310,26 @@ BAD = [
 def test_bad_requests_are_refused_by_name(roomy):
     for body, param in BAD:
         for stream in (False, True):
-            reply = httpx.post(f"{roomy.url}/completion", json={"prompt": "x", "stream": stream} | body)
+            reply = httpx.post(
+                f"{roomy.url}/completion", json={"prompt": "x", "stream": stream} | body
+            )
             assert reply.status_code in (400, 404), (str(body)[:100], reply.text)
-            assert param is None or reply.json()["error"]["param"] == param, (str(body)[:100], reply.text)
+            assert param is None or reply.json()["error"]["param"] == param, (
+                str(body)[:100],
+                reply.text,
+            )
 
 
 def test_what_has_no_effect_is_named(roomy):
-    body = {"prompt": "x", "n_predict": 1, "cache_prompt": True, "id_slot": 0, "n_keep": 5, "mirostat": 0, "grammar": None}
+    body = {
+        "prompt": "x",
+        "n_predict": 1,
+        "cache_prompt": True,
+        "id_slot": 0,
+        "n_keep": 5,
+        "mirostat": 0,
+        "grammar": None,
+    }
     reply = httpx.post(f"{roomy.url}/completion", json=body)
     assert reply.status_code == 200
     assert reply.headers["x-tidemill-ignored"] == "cache_prompt, id_slot, n_keep"
@@ -240,14 +340,29 @@ def test_infill(roomy, scripted):
     made = ask(scripted, "/infill", **ends, temperature=0)
     assert (made["content"], made["stop_type"]) == ("xyz", "eos")
     assert made["prompt"] == "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
-    assert "".join(part["content"] for part in events(scripted, "/infill", **ends, temperature=0)) == "xyz"
-    more = ask(scripted, "/infill", **ends, prompt="x", input_extra=[{"filename": "a.py", "text": "A = 1"}], temperature=0)
+    assert (
+        "".join(part["content"] for part in events(scripted, "/infill", **ends, temperature=0))
+        == "xyz"
+    )
+    more = ask(
+        scripted,
+        "/infill",
+        **ends,
+        prompt="x",
+        input_extra=[{"filename": "a.py", "text": "A = 1"}],
+        temperature=0,
+    )
     assert more["content"] == "yz"
     repository = "<|repo_name|>repository\n<|file_sep|>a.py\nA = 1\n<|file_sep|>filename\n"
-    assert more["prompt"] == f"{repository}<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>x"
+    assert (
+        more["prompt"] == f"{repository}<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>x"
+    )
     assert "fill in the middle" in ask(roomy, "/infill", 400, **ends)["error"]["message"]
     assert ask(scripted, "/infill", 400, input_prefix="x")["error"]["param"] == "input_suffix"
-    assert ask(scripted, "/infill", 400, **ends, input_extra=[{"filename": "a.py"}])["error"]["param"] == "input_extra"
+    assert (
+        ask(scripted, "/infill", 400, **ends, input_extra=[{"filename": "a.py"}])["error"]["param"]
+        == "input_extra"
+    )
 
 
 def test_suffix_of_openai_completions(roomy, scripted):
@@ -264,13 +379,20 @@ def test_suffix_of_openai_completions(roomy, scripted):
 def test_embedding(roomy):
     ours = ask(roomy, "/v1/embeddings", input=["one", "two"])["data"]
     for path in ("/embedding", "/embeddings"):
-        assert ask(roomy, path, content=["one", "two"]) == [{"index": i, "embedding": [ours[i]["embedding"]]} for i in (0, 1)]
+        assert ask(roomy, path, content=["one", "two"]) == [
+            {"index": i, "embedding": [ours[i]["embedding"]]} for i in (0, 1)
+        ]
     ids = ask(roomy, "/tokenize", prompt="two", add_special_tokens=False)["tokens"]
     mixed = ask(roomy, "/v1/embeddings", input=["one", [*ids[:1], "wo"]])["data"]
     assert [one["embedding"] for one in mixed] == [one["embedding"] for one in ours]
-    assert ask(roomy, "/embedding", input=[*ids[:1], "wo"]) == [{"index": 0, "embedding": [ours[1]["embedding"]]}]
+    assert ask(roomy, "/embedding", input=[*ids[:1], "wo"]) == [
+        {"index": 0, "embedding": [ours[1]["embedding"]]}
+    ]
     assert ask(roomy, "/embedding", 400)["error"]["param"] == "content"
-    assert ask(roomy, "/embedding", 400, content="x", embd_normalize=-1)["error"]["param"] == "embd_normalize"
+    assert (
+        ask(roomy, "/embedding", 400, content="x", embd_normalize=-1)["error"]["param"]
+        == "embd_normalize"
+    )
 
 
 def test_templates_and_properties(roomy):
@@ -286,28 +408,51 @@ def test_templates_and_properties(roomy):
 
 
 def test_penalties_of_a_window(roomy):
-    """A window of everything is no window; one of nothing, no penalty. Below 1 it is a reward, which a short text shows."""
-    asked = {"prompt": "The tide, the tide", "n_predict": 12, "temperature": 0, "repeat_penalty": 0.2}
-    texts = {last: ask(roomy, "/completion", **asked, repeat_last_n=last)["content"] for last in (-1, 0, 1, 500)}
+    """A window of everything is no window; one of nothing, no penalty. Below 1 it is a reward,
+    which a short text shows."""
+    asked = {
+        "prompt": "The tide, the tide",
+        "n_predict": 12,
+        "temperature": 0,
+        "repeat_penalty": 0.2,
+    }
+    texts = {
+        last: ask(roomy, "/completion", **asked, repeat_last_n=last)["content"]
+        for last in (-1, 0, 1, 500)
+    }
     plain = ask(roomy, "/completion", **asked | {"repeat_penalty": 1.0})["content"]
     assert texts[-1] == texts[500] == openai_text(roomy, asked["prompt"], repetition_penalty=0.2)
     assert texts[0] == plain
     assert texts[1] == openai_text(roomy, asked["prompt"], repetition_penalty=0.2, repeat_last_n=1)
     assert len({texts[-1], texts[0], texts[1]}) == 3
-    assert ask(roomy, "/completion", **asked, repeat_last_n=64)["generation_settings"]["repeat_last_n"] == 64
+    assert (
+        ask(roomy, "/completion", **asked, repeat_last_n=64)["generation_settings"]["repeat_last_n"]
+        == 64
+    )
 
 
 def test_probabilities_that_tokens_are_drawn_with(roomy):
-    asked = {"prompt": "The tide", "n_predict": 4, "n_probs": 5, "seed": 3, "temperature": 0.5, "top_k": 3}
+    asked = {
+        "prompt": "The tide",
+        "n_predict": 4,
+        "n_probs": 5,
+        "seed": 3,
+        "temperature": 0.5,
+        "top_k": 3,
+    }
     own = ask(roomy, "/completion", **asked)["completion_probabilities"]
     drawn = ask(roomy, "/completion", **asked, post_sampling_probs=True)["completion_probabilities"]
     for before, after in zip(own, drawn, strict=True):
         kept = before["top_logprobs"][:3]
         weights = [math.exp(one["logprob"] / 0.5) for one in kept]
         assert [one["id"] for one in after["top_probs"]] == [one["id"] for one in kept]
-        assert [one["prob"] for one in after["top_probs"]] == pytest.approx([one / sum(weights) for one in weights], rel=1e-4)
+        assert [one["prob"] for one in after["top_probs"]] == pytest.approx(
+            [one / sum(weights) for one in weights], rel=1e-4
+        )
         assert after["id"] == before["id"]
-    greedy = ask(roomy, "/completion", **asked | {"temperature": 0}, post_sampling_probs=True)["completion_probabilities"]
+    greedy = ask(roomy, "/completion", **asked | {"temperature": 0}, post_sampling_probs=True)[
+        "completion_probabilities"
+    ]
     assert [[one["prob"] for one in entry["top_probs"]] for entry in greedy] == [[1.0]] * 4
 
 
@@ -338,7 +483,11 @@ def test_progress_of_the_prompt(server, path, more):
 
 def _says(part):
     choices = part.get("choices", ())
-    return part.get("content") or "delta" in part or any(choice["delta"].get("content") for choice in choices)
+    return (
+        part.get("content")
+        or "delta" in part
+        or any(choice["delta"].get("content") for choice in choices)
+    )
 
 
 def test_verbose_returns_the_prompt(roomy):
@@ -347,10 +496,16 @@ def test_verbose_returns_the_prompt(roomy):
     first, *others = events(roomy, "/v1/chat/completions", messages=HI, max_tokens=2, verbose=True)
     assert first["__verbose"] == made["__verbose"]
     assert not any("__verbose" in part for part in others)
-    assert "__verbose" not in ask(roomy, "/v1/chat/completions", messages=HI, max_tokens=1, verbose=False)
+    assert "__verbose" not in ask(
+        roomy, "/v1/chat/completions", messages=HI, max_tokens=1, verbose=False
+    )
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_its_words(roomy):
     error = ask(roomy, "/completion", 400, prompt="x" * 5000)["error"]
     assert "exceeds the available context size" in error["message"]
-    assert (error["n_prompt_tokens"], error["n_ctx"], error["code"]) == (5000, 4096, "context_length_exceeded")
+    assert (error["n_prompt_tokens"], error["n_ctx"], error["code"]) == (
+        5000,
+        4096,
+        "context_length_exceeded",
+    )

@@ -1,4 +1,5 @@
-"""LoRA adapters of a real server: given at start, loaded and unloaded while requests run, and there again after a crash."""
+"""LoRA adapters of a real server: given at start, loaded and unloaded while requests run, and there
+again after a crash."""
 
 from __future__ import annotations
 
@@ -19,19 +20,28 @@ from tests.waiting import until
 ADMIN, KEY = "an-admin-key-for-tests", "a-plain-key-for-tests"
 
 
-
 class Client(httpx.Client):
     def __init__(self, url: str, key: str = ADMIN) -> None:
         super().__init__(base_url=url, headers={"Authorization": f"Bearer {key}"})
 
     def load(self, name: str, path: Path, **more: object) -> httpx.Response:
-        return self.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})
+        return self.post(
+            "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more}
+        )
 
     def unload(self, name: str) -> httpx.Response:
         return self.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
-    def complete(self, model: str, max_tokens: int = 12, prompt: str | list[int] = "abc", **more: object) -> httpx.Response:
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    def complete(
+        self, model: str, max_tokens: int = 12, prompt: str | list[int] = "abc", **more: object
+    ) -> httpx.Response:
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         return self.post("/v1/completions", json=body | {"ignore_eos": True} | more)
 
     def tokens(self, model: str, **more: object) -> list[int]:
@@ -75,7 +85,8 @@ def client(tiny_folder, paths, fragile):
 
 
 def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
-    """More adapters than slots, in one batch; unloading one loses no request; another of its name is another adapter."""
+    """More adapters than slots, in one batch; unloading one loses no request; another of its name
+    is another adapter."""
     assert client.names() == {"tiny": None, "first": "tiny"}
     base, first = client.tokens("tiny"), client.tokens("first")
     assert base != first
@@ -106,7 +117,10 @@ def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
         assert all(answer.result() == long for answer in last)
     assert client.load("second", paths[1], load_inplace=True).status_code == 200
     assert client.tokens("second", max_tokens=40) == alone["second"]
-    chat = client.post("/v1/messages", json={"model": "second", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]})
+    chat = client.post(
+        "/v1/messages",
+        json={"model": "second", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]},
+    )
     assert chat.status_code == 200
     assert chat.json()["model"] == "second"
 
@@ -130,12 +144,22 @@ def test_a_crash_of_the_engine_loses_no_adapter(client, paths, fragile):
 
 def test_a_prompt_is_retained_for_each_adapter(client):
     """Their pages differ, so that one does not end what another holds."""
-    asked = {"prompt": "spring tides and neap tides " * 4, "prompt_cache_retention": "24h", "max_tokens": 1}
+    asked = {
+        "prompt": "spring tides and neap tides " * 4,
+        "prompt_cache_retention": "24h",
+        "max_tokens": 1,
+    }
     held = []
     for name in ("tiny", "first", "tiny"):
         client.tokens(name, **asked)
         text = client.get("/metrics").text
-        held.append(next(float(line.split()[1]) for line in text.splitlines() if line.startswith("tidemill_kv_pages_held ")))
+        held.append(
+            next(
+                float(line.split()[1])
+                for line in text.splitlines()
+                if line.startswith("tidemill_kv_pages_held ")
+            )
+        )
     assert held[0] > 0
     assert held[1:] == [2 * held[0]] * 2
 
@@ -153,10 +177,16 @@ def test_a_prompt_cache_of_an_adapter_is_not_pinned_any_longer_when_it_is_unload
     assert client.load("pinning", paths[3]).status_code == 200
     client.tokens("pinning", prompt="and", prompt_cache="manual")
     until(lambda: client.get("/v1/prompt_caches/manual").json()["pinned_tokens"] > 0)
-    assert client.delete("/v1/prompt_caches/manual").status_code == client.unload("pinning").status_code == 200
+    assert (
+        client.delete("/v1/prompt_caches/manual").status_code
+        == client.unload("pinning").status_code
+        == 200
+    )
 
 
-def test_a_request_that_waits_for_its_adapter_does_not_pin_what_was_deleted_meanwhile(client, paths, fragile):
+def test_a_request_that_waits_for_its_adapter_does_not_pin_what_was_deleted_meanwhile(
+    client, paths, fragile
+):
     """Nobody could unpin it: the name is gone, or is that of another prompt cache."""
     for name, path in zip(("one", "other", "pinning"), paths, strict=False):
         assert client.load(name, path).status_code == 200
@@ -164,7 +194,8 @@ def test_a_request_that_waits_for_its_adapter_does_not_pin_what_was_deleted_mean
     assert client.post("/v1/prompt_caches", json=body).json()["pinned_tokens"] > 0
     fragile.close_gate()
     with ThreadPoolExecutor(3) as threads:
-        busy = [threads.submit(client.tokens, name, **LONG) for name in ("one", "other")]  # they have both slots
+        # they have both slots
+        busy = [threads.submit(client.tokens, name, **LONG) for name in ("one", "other")]
         until(lambda: client.get("/load").json()["server_load"] == 2)
         late = threads.submit(client.tokens, "pinning", prompt="and", prompt_cache="manual")
         until(lambda: client.get("/load").json()["server_load"] == 3)

@@ -26,8 +26,19 @@ def test_the_dashboard_and_the_metrics_agree():
     shown = set(re.findall(r"tidemill_\w+", DASHBOARD.read_text()))
     metrics = Metrics()
     metrics.finished.labels("stop").inc(0)
-    metrics.take([ExpertsUsed(0.0, 64, ((3, (1, 5)), (4, (2, 4)))), DraftsVerified(0.0, 7, "ngram", (("x", 4, 3),))])
-    metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), MovesFailed(0.0, "disk", False, 1, "full"), FROM_TIERS])
+    metrics.take(
+        [
+            ExpertsUsed(0.0, 64, ((3, (1, 5)), (4, (2, 4)))),
+            DraftsVerified(0.0, 7, "ngram", (("x", 4, 3),)),
+        ]
+    )
+    metrics.take(
+        [
+            PagesMoved(0.0, "host", True, 2, 100, 0.1),
+            MovesFailed(0.0, "disk", False, 1, "full"),
+            FROM_TIERS,
+        ]
+    )
     metrics.take([Placed(0.0, "x", "prefill", "first"), TakenOver(0.0, "x", 0, 64, 7, 0.01)])
     metrics.take([WeightsStreamed(0.0, 100, 0.1, 3, 2)])
     metrics.ledger.account("").joules = 1.0
@@ -55,7 +66,12 @@ def test_experts_are_counted_by_number_and_compared_by_layer():
 
 def test_drafts_are_counted_by_drafter_and_in_all():
     metrics = Metrics()
-    metrics.take([DraftsVerified(0.0, 7, "ngram", (("x", 4, 3), ("y", 2, 0))), DraftsVerified(0.0, 8, "eagle", (("x", 1, 1),))])
+    metrics.take(
+        [
+            DraftsVerified(0.0, 7, "ngram", (("x", 4, 3), ("y", 2, 0))),
+            DraftsVerified(0.0, 8, "eagle", (("x", 1, 1),)),
+        ]
+    )
     assert 'tidemill_draft_tokens_total{drafter="ngram"} 6.0' in metrics.render().decode()
     metrics.take([StepLost(0.0, "x", 5, "it followed drafts that were wrong")])
     assert "tidemill_lost_tokens_total 5.0" in metrics.render().decode()
@@ -64,8 +80,17 @@ def test_drafts_are_counted_by_drafter_and_in_all():
 
 def test_hits_are_counted_by_tier():
     metrics = Metrics()
-    metrics.take([FROM_TIERS, FROM_TIERS, Preempted(0.0, "x", 5, "no page"), Preempted(0.0, "x", 5, "no page", "swap", True)])
-    metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), PagesMoved(0.0, "disk", False, 2, 70, 0.1)])
+    metrics.take(
+        [
+            FROM_TIERS,
+            FROM_TIERS,
+            Preempted(0.0, "x", 5, "no page"),
+            Preempted(0.0, "x", 5, "no page", "swap", True),
+        ]
+    )
+    metrics.take(
+        [PagesMoved(0.0, "host", True, 2, 100, 0.1), PagesMoved(0.0, "disk", False, 2, 70, 0.1)]
+    )
     text = metrics.render().decode()
     for line in (
         'tier_cached_tokens_total{tier="host"} 128.0',
@@ -83,7 +108,12 @@ def test_vllms_metrics_are_mapped_to_some_that_are_exported():
     rows = re.findall(r"^\| `(vllm:[\w{}]+)` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 15
     exported = {metric.name for metric in Metrics().read()}
-    exported |= {family.name + "_total" for family in Metrics().registry.collect() if family.type == "counter"}  # with labels
+    # with labels
+    exported |= {
+        family.name + "_total"
+        for family in Metrics().registry.collect()
+        if family.type == "counter"
+    }
     for theirs, ours in rows:
         names = re.findall(r"`(tidemill_\w+)", ours)
         assert names, theirs

@@ -43,7 +43,9 @@ def test_reasoning_is_off_unless_a_request_says_otherwise(server):
     message = post(server, "/v1/chat/completions", messages=HI, **more)["choices"][0]["message"]
     assert message["reasoning_content"]
     free = asked | {"thinking_token_budget": -1, "logit_bias": {}, "seed": 1}
-    assert post(server, "/v1/chat/completions", messages=HI, **free)["choices"][0]["message"]["reasoning_content"]
+    assert post(server, "/v1/chat/completions", messages=HI, **free)["choices"][0]["message"][
+        "reasoning_content"
+    ]
 
 
 def test_embeddings_are_pooled_as_the_server_says(server):

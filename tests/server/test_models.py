@@ -1,4 +1,5 @@
-"""Several models on one server: chosen by name, loaded together or swapped within a memory budget, and none disturbs another."""
+"""Several models on one server: chosen by name, loaded together or swapped within a memory budget,
+and none disturbs another."""
 
 import json
 import os
@@ -39,7 +40,13 @@ def named(folders) -> list[str]:
 
 
 def body_of(model: str, number: int, **more: object) -> dict:
-    body = {"model": model, "prompt": f"number {number}", "max_tokens": 24, "ignore_eos": True, "seed": number}
+    body = {
+        "model": model,
+        "prompt": f"number {number}",
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "seed": number,
+    }
     return body | {"temperature": number % 2} | more
 
 
@@ -56,7 +63,10 @@ def expected(folders):
     texts = {}
     for name, folder in folders.items():
         llm = LLM(str(folder), kv_memory_bytes=2**22, threads=1)
-        params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=i % 2) for i in range(12)]
+        params = [
+            SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=i % 2)
+            for i in range(12)
+        ]
         for i, output in enumerate(llm.generate([f"number {i}" for i in range(12)], params)):
             texts[name, i] = output.outputs[0].text
     assert texts["ebb", 0] != texts["flow", 0]
@@ -87,7 +97,9 @@ class Census:
 def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, expected):
     server = Server(None, *named(folders), *ONE_AT_A_TIME).wait()
     with Census(server) as census, ThreadPoolExecutor(24) as threads:
-        answers = {(name, i): threads.submit(ask, server, name, i) for i in range(4) for name in folders}
+        answers = {
+            (name, i): threads.submit(ask, server, name, i) for i in range(4) for name in folders
+        }
         got = {key: answer.result(LONG_S) for key, answer in answers.items()}
         assert got == {key: expected[key] for key in answers}
         # A model that is never without requests does not keep the other from being loaded.
@@ -105,10 +117,18 @@ def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, 
             one.result(LONG_S)
     assert census.most == 1
     for name in folders:
-        loads, unloads = (server.gauge(f"model_{what}_total", name) for what in ("loads", "unloads"))
+        loads, unloads = (
+            server.gauge(f"model_{what}_total", name) for what in ("loads", "unloads")
+        )
         assert loads - unloads == server.gauge("model_loaded", name)
         assert loads >= 2
-        until(lambda name=name: server.gauge("requests_running", name) == server.gauge("requests_waiting", name) == 0)
+        until(
+            lambda name=name: (
+                server.gauge("requests_running", name)
+                == server.gauge("requests_waiting", name)
+                == 0
+            )
+        )
         assert server.gauge("engine_restarts_total", name) == 0
     # A model that cannot be loaded any more fails alone.
     assert ask(server, "ebb", 1) == expected["ebb", 1]
@@ -127,8 +147,22 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
     folders, expected, tmp_path, monkeypatch
 ):
     fragile = Fragile(tmp_path, monkeypatch)
-    server = Server(None, *named(folders), *ONE_AT_A_TIME, "--drain-seconds", str(LONG_S), "--stall-seconds", str(LONG_S)).wait()
-    gated = {"model": "ebb", "prompt": [GATED, 5], "max_tokens": 100, "ignore_eos": True, "stream": True}
+    server = Server(
+        None,
+        *named(folders),
+        *ONE_AT_A_TIME,
+        "--drain-seconds",
+        str(LONG_S),
+        "--stall-seconds",
+        str(LONG_S),
+    ).wait()
+    gated = {
+        "model": "ebb",
+        "prompt": [GATED, 5],
+        "max_tokens": 100,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with (
         httpx.stream("POST", f"{server.url}/v1/completions", json=gated) as busy,
         ThreadPoolExecutor(3) as threads,
@@ -137,7 +171,8 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
         next(lines)
         late = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1, timeout=0.1))
         assert late.status_code == 408
-        for wrong in ({"prompt": [9999]}, {"prompt": [5] * 512}, {"max_tokens": 9999}):  # no model is swapped for it
+        # no model is swapped for it
+        for wrong in ({"prompt": [9999]}, {"prompt": [5] * 512}, {"max_tokens": 9999}):
             for stream in (False, True):
                 asked = body_of("flow", 1, stream=stream) | wrong
                 assert httpx.post(f"{server.url}/v1/completions", json=asked).status_code == 400
@@ -147,11 +182,18 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
             with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked) as early:
                 assert early.status_code == 200  # though there is no model yet
         headers = {"x-request-id": "waiting"}
-        waiting = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body_of("flow", 1), headers=headers)
+        waiting = threads.submit(
+            httpx.post, f"{server.url}/v1/completions", json=body_of("flow", 1), headers=headers
+        )
         until(lambda: httpx.get(f"{server.url}/v1/requests/waiting/explain").status_code == 200)
         explained = httpx.get(f"{server.url}/v1/requests/waiting/explain").json()["data"][0]
         assert explained["status"] == "under way"
-        until(lambda: httpx.get(f"{server.url}/health").json()["models"] == {"ebb": "held", "flow": "unloaded"})
+        until(
+            lambda: (
+                httpx.get(f"{server.url}/health").json()["models"]
+                == {"ebb": "held", "flow": "unloaded"}
+            )
+        )
         assert httpx.delete(f"{server.url}/v1/requests/waiting").json()["cancelled"]
         assert waiting.result(LONG_S).status_code == 499
         until(lambda: httpx.get(f"{server.url}/health").json()["models"]["ebb"] == "loaded")
@@ -182,7 +224,9 @@ def both(folders, tmp_path_factory):
     assert running.stop() == 0
 
 
-def test_the_model_is_chosen_by_name_or_alias_and_an_unknown_name_lists_the_known_ones(both, expected):
+def test_the_model_is_chosen_by_name_or_alias_and_an_unknown_name_lists_the_known_ones(
+    both, expected
+):
     assert len(both.engine_pids()) == 2
     assert ask(both, "flow", 3) == expected["flow", 3]
     aliased = httpx.post(f"{both.url}/v1/completions", json=body_of("f", 3)).json()
@@ -190,9 +234,15 @@ def test_the_model_is_chosen_by_name_or_alias_and_an_unknown_name_lists_the_know
     default = body_of("", 3)
     del default["model"]
     assert httpx.post(f"{both.url}/v1/completions", json=default).json()["model"] == "ebb"
-    for path, more in (("chat/completions", {}), ("messages", {"max_tokens": 3}), ("responses", {"input": "x"})):
+    for path, more in (
+        ("chat/completions", {}),
+        ("messages", {"max_tokens": 3}),
+        ("responses", {"input": "x"}),
+    ):
         body = {"model": "neap", "messages": [{"role": "user", "content": "x"}]} | more
-        body = {name: value for name, value in body.items() if name != "messages" or "input" not in more}
+        body = {
+            name: value for name, value in body.items() if name != "messages" or "input" not in more
+        }
         refused = httpx.post(f"{both.url}/v1/{path}", json=body)
         assert refused.status_code == 404
         assert "'ebb'" in refused.json()["error"]["message"]
@@ -201,19 +251,26 @@ def test_the_model_is_chosen_by_name_or_alias_and_an_unknown_name_lists_the_know
 
 def test_models_are_listed_with_their_aliases_and_states(both):
     cards = httpx.get(f"{both.url}/v1/models").json()["data"]
-    assert [(card["id"], card["aliases"], card["state"], card["max_model_len"]) for card in cards] == [
+    assert [
+        (card["id"], card["aliases"], card["state"], card["max_model_len"]) for card in cards
+    ] == [
         ("ebb", ["e"], "loaded", 512),
         ("flow", ["f"], "loaded", 256),  # as in its own table
     ]
     assert httpx.get(f"{both.url}/v1/models/f").json() == cards[1]
     assert httpx.get(f"{both.url}/v1/models/neap").status_code == 404
-    assert httpx.get(f"{both.url}/health").json() == {"status": "ok", "models": {"ebb": "loaded", "flow": "loaded"}}
+    assert httpx.get(f"{both.url}/health").json() == {
+        "status": "ok",
+        "models": {"ebb": "loaded", "flow": "loaded"},
+    }
 
 
 def test_the_live_view_is_of_one_model(both):
     for query, model in (("", "ebb"), ("?model=flow", "flow")):
         with httpx.stream("GET", f"{both.url}/v1/engine/live{query}") as reply:
-            events = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: "))
+            events = (
+                json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: ")
+            )
             assert next(events)["model"] == model
             assert next(events)["models"] == {"ebb": "loaded", "flow": "loaded"}
     assert httpx.get(f"{both.url}/v1/engine/live?model=neap").status_code == 404
@@ -225,14 +282,19 @@ def test_a_killed_engine_does_not_touch_the_other(both, expected):
         answers = [threads.submit(ask, both, name, 5) for name in ("ebb", "flow")]
         os.kill(first, signal.SIGKILL)
         assert ask(both, "flow", 4) == expected["flow", 4]
-        assert [answer.result(LONG_S) for answer in answers] == [expected["ebb", 5], expected["flow", 5]]
+        assert [answer.result(LONG_S) for answer in answers] == [
+            expected["ebb", 5],
+            expected["flow", 5],
+        ]
     until(lambda: both.gauge("engine_restarts_total", "ebb") == 1)
     assert both.gauge("engine_restarts_total", "flow") == 0
     assert second in both.engine_pids()
 
 
 def test_a_model_without_requests_is_unloaded_and_loaded_again(folders, expected):
-    server = Server(None, f"ebb={folders['ebb']}", "--idle-unload", "0.2", "--kv-memory", "4M").wait()
+    server = Server(
+        None, f"ebb={folders['ebb']}", "--idle-unload", "0.2", "--kv-memory", "4M"
+    ).wait()
     until(lambda: httpx.get(f"{server.url}/v1/models/ebb").json()["state"] == "unloaded")
     assert not server.engine_pids()
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
@@ -252,6 +314,7 @@ def test_models_that_can_never_be_served_are_refused_at_the_start(folders):
         ([*named(folders), "--served-name", "y"], "--served-name is for a single model"),
         ([f"={folders['ebb']}"], "NAME=MODEL"),
     ):
-        wrong = CliRunner().invoke(app, ["serve", *models])  # in this process: it does not come to start anything
+        # in this process: it does not come to start anything
+        wrong = CliRunner().invoke(app, ["serve", *models])
         assert isinstance(wrong.exception, ConfigError)
         assert told in str(wrong.exception)

@@ -47,7 +47,9 @@ def thinker(scripted):
 
 def openai_text(server, **more):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12} | more
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0][
+        "message"
+    ]["content"]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
@@ -80,11 +82,17 @@ def test_options_are_those_of_the_other_apis(roomy, client):
         "num_predict": 20, "temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "seed": 5,
         "repeat_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3,
     }  # fmt: skip
-    ours = {name: value for name, value in options.items() if name not in ("num_predict", "repeat_penalty")}
+    ours = {
+        name: value
+        for name, value in options.items()
+        if name not in ("num_predict", "repeat_penalty")
+    }
     expected = openai_text(roomy, **ours, max_tokens=20, repetition_penalty=1.2)
     assert client.chat("tiny", MESSAGES, options=options).message.content == expected
     off = {"repeat_last_n": 0, **options}
-    plain = openai_text(roomy, **ours | {"presence_penalty": 0, "frequency_penalty": 0}, max_tokens=20)
+    plain = openai_text(
+        roomy, **ours | {"presence_penalty": 0, "frequency_penalty": 0}, max_tokens=20
+    )
     assert client.chat("tiny", MESSAGES, options=off).message.content == plain != expected
     stop = expected[4]
     cut = client.chat("tiny", MESSAGES, options={**options, "stop": [stop]})
@@ -93,8 +101,21 @@ def test_options_are_those_of_the_other_apis(roomy, client):
 
 
 def test_what_has_no_effect_is_named(roomy):
-    options = {"num_ctx": 2048, "num_gpu": 1, "mirostat": 0, "repeat_last_n": 64, "tfs_z": 1.0, "num_predict": 1}
-    body = {"model": "tiny", "messages": MESSAGES, "options": options, "keep_alive": "5m", "stream": False}
+    options = {
+        "num_ctx": 2048,
+        "num_gpu": 1,
+        "mirostat": 0,
+        "repeat_last_n": 64,
+        "tfs_z": 1.0,
+        "num_predict": 1,
+    }
+    body = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "options": options,
+        "keep_alive": "5m",
+        "stream": False,
+    }
     reply = httpx.post(f"{roomy.url}/api/chat", json=body)
     assert reply.status_code == 200
     assert reply.headers["x-tidemill-ignored"] == "keep_alive, num_ctx, num_gpu"
@@ -102,21 +123,56 @@ def test_what_has_no_effect_is_named(roomy):
 
 def test_fields_that_ollama_does_not_know_are_ignored_and_named(roomy):
     """As Ollama does: ollama-ai-provider-v2 sends some with every call."""
-    unknown = {"temperature": 0.3, "max_output_tokens": 4, "encoding_format": "float", "bad\r\nname": 1}
+    unknown = {
+        "temperature": 0.3,
+        "max_output_tokens": 4,
+        "encoding_format": "float",
+        "bad\r\nname": 1,
+    }
     tool = {**WEATHER, "strict": True, "function": {**WEATHER["function"], "strict": True}}
-    chat = {"messages": [MESSAGES[0] | {"name": "me"}], "tools": [tool], "options": {**GREEDY, "num_gqa": 8, "tempature": 1}}
+    chat = {
+        "messages": [MESSAGES[0] | {"name": "me"}],
+        "tools": [tool],
+        "options": {**GREEDY, "num_gqa": 8, "tempature": 1},
+    }
     replies = [
-        httpx.post(f"{roomy.url}/api/{route}", json={"model": "tiny", "stream": False, **body, **unknown})
-        for route, body in (("chat", chat), ("generate", {"prompt": "x", "options": GREEDY}), ("embed", {"input": "x"}))
+        httpx.post(
+            f"{roomy.url}/api/{route}", json={"model": "tiny", "stream": False, **body, **unknown}
+        )
+        for route, body in (
+            ("chat", chat),
+            ("generate", {"prompt": "x", "options": GREEDY}),
+            ("embed", {"input": "x"}),
+        )
     ]
     assert [reply.status_code for reply in replies] == [200] * 3
     named = [reply.headers["x-tidemill-ignored"].split(", ") for reply in replies]
-    assert named[0] == ["?", "encoding_format", "max_output_tokens", "name", "num_gqa", "strict", "tempature", "temperature"]
+    assert named[0] == [
+        "?",
+        "encoding_format",
+        "max_output_tokens",
+        "name",
+        "num_gqa",
+        "strict",
+        "tempature",
+        "temperature",
+    ]
     assert named[1] == ["?", "encoding_format", "max_output_tokens", "temperature"]
     assert named[2] == ["?", "encoding_format", "max_output_tokens", "stream", "temperature"]
-    plain = {"messages": MESSAGES, "tools": [WEATHER], "options": GREEDY, "model": "tiny", "stream": False}
-    assert replies[0].json()["message"] == httpx.post(f"{roomy.url}/api/chat", json=plain).json()["message"]
-    many = httpx.post(f"{roomy.url}/api/show", json={"model": "tiny"} | {f"field_{i}": i for i in range(100)})
+    plain = {
+        "messages": MESSAGES,
+        "tools": [WEATHER],
+        "options": GREEDY,
+        "model": "tiny",
+        "stream": False,
+    }
+    assert (
+        replies[0].json()["message"]
+        == httpx.post(f"{roomy.url}/api/chat", json=plain).json()["message"]
+    )
+    many = httpx.post(
+        f"{roomy.url}/api/show", json={"model": "tiny"} | {f"field_{i}": i for i in range(100)}
+    )
     assert (many.status_code, len(many.headers["x-tidemill-ignored"].split(", "))) == (200, 65)
 
 
@@ -139,28 +195,51 @@ BAD = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_are_refused_by_name_in_ollamas_shape(roomy, stream):
     for body, words in BAD:
-        reply = httpx.post(f"{roomy.url}/api/chat", json={"model": "tiny", "messages": MESSAGES, "stream": stream} | body)
+        reply = httpx.post(
+            f"{roomy.url}/api/chat",
+            json={"model": "tiny", "messages": MESSAGES, "stream": stream} | body,
+        )
         assert reply.status_code in (400, 404), body
         assert words in reply.json()["error"], (body, reply.text)
         assert reply.headers["content-length"] == str(len(reply.content))
 
 
 def test_format(client):
-    schema = {"type": "object", "properties": {"high": {"type": "boolean"}}, "required": ["high"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"high": {"type": "boolean"}},
+        "required": ["high"],
+        "additionalProperties": False,
+    }
     for stream in (False, True):
         reply = client.chat("tiny", MESSAGES, format=schema, options={"seed": 1}, stream=stream)
         text = "".join(part.message.content for part in reply) if stream else reply.message.content
         assert isinstance(json.loads(text)["high"], bool)
-    made = client.generate("tiny", "x", format={"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2})
+    made = client.generate(
+        "tiny",
+        "x",
+        format={"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},
+    )
     assert len(json.loads(made.response)) == 2
-    body = {"model": "tiny", "messages": MESSAGES, "format": "json", "options": {"num_predict": 1, "seed": 3}}
-    assert client._client.post("/api/chat", json={**body, "stream": False}).json()["message"]["content"].startswith("{")
+    body = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "format": "json",
+        "options": {"num_predict": 1, "seed": 3},
+    }
+    assert (
+        client._client.post("/api/chat", json={**body, "stream": False})
+        .json()["message"]["content"]
+        .startswith("{")
+    )
 
 
 def test_tools_there_and_back(client):
     """The format makes a random model write a call."""
     for stream in (False, True):
-        reply = client.chat("tiny", MESSAGES, tools=[WEATHER], format=CALL, options={"seed": 2}, stream=stream)
+        reply = client.chat(
+            "tiny", MESSAGES, tools=[WEATHER], format=CALL, options={"seed": 2}, stream=stream
+        )
         parts = list(reply) if stream else [reply]
         calls = [call for part in parts for call in part.message.tool_calls or []]
         assert [call.function.name for call in calls] == ["weather"]
@@ -168,7 +247,9 @@ def test_tools_there_and_back(client):
         assert not any(part.message.content for part in parts)
         assert parts[-1].done_reason == "stop"
     answer = {"role": "tool", "tool_name": "weather", "content": "rain"}
-    assert client.chat("tiny", [*MESSAGES, parts[0].message, answer], tools=[WEATHER], options=GREEDY).message.content
+    assert client.chat(
+        "tiny", [*MESSAGES, parts[0].message, answer], tools=[WEATHER], options=GREEDY
+    ).message.content
 
 
 def test_a_call_that_is_cut_off_is_text(client):
@@ -208,9 +289,9 @@ def test_generate_is_a_chat_of_one_turn(roomy, client):
     assert "".join(part.response for part in parts) == made.response
     assert parts[-1].context == made.context
     system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    assert client.generate("tiny", "Hello there", system="Be brief.", options=GREEDY).response == openai_text(
-        roomy, messages=system
-    )
+    assert client.generate(
+        "tiny", "Hello there", system="Be brief.", options=GREEDY
+    ).response == openai_text(roomy, messages=system)
 
 
 def test_generate_continues_a_context(roomy, client):
@@ -219,7 +300,11 @@ def test_generate_continues_a_context(roomy, client):
     second = client.generate("tiny", "And?", context=first.context, options=GREEDY)
     assert second.context[: len(first.context)] == first.context
     assert second.prompt_eval_count > len(first.context)
-    body = {"prompt": second.context[: second.prompt_eval_count], "temperature": 0, "max_tokens": 12}
+    body = {
+        "prompt": second.context[: second.prompt_eval_count],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
     same = httpx.post(f"{roomy.url}/v1/completions", json=body).json()["choices"][0]["text"]
     assert second.response == same
 
@@ -227,7 +312,10 @@ def test_generate_continues_a_context(roomy, client):
 def test_generate_raw(roomy, client):
     made = client.generate("tiny", "The tide", raw=True, options=GREEDY)
     body = {"prompt": "The tide", "temperature": 0, "max_tokens": 12}
-    assert made.response == httpx.post(f"{roomy.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    assert (
+        made.response
+        == httpx.post(f"{roomy.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    )
     assert made.context is None
     with pytest.raises(ollama.ResponseError, match="raw"):
         client.generate("tiny", "x", raw=True, system="y")
@@ -264,7 +352,9 @@ def test_embeddings(roomy, client):
     both = client.embed("tiny", ["one", "two"])
     assert len(both.embeddings) == 2
     assert both.prompt_eval_count == 6
-    ours = httpx.post(f"{roomy.url}/v1/embeddings", json={"input": "two"}).json()["data"][0]["embedding"]
+    ours = httpx.post(f"{roomy.url}/v1/embeddings", json={"input": "two"}).json()["data"][0][
+        "embedding"
+    ]
     assert list(both.embeddings[1]) == ours
     assert list(client.embed("tiny", "two").embeddings[0]) == ours
     assert list(client.embeddings("tiny", "two").embedding) == ours
@@ -326,7 +416,9 @@ def test_greetings(roomy):
 
 def test_a_body_without_a_type_is_read_unless_a_page_sends_it(roomy):
     """As Ollama's own examples with curl do."""
-    body = json.dumps({"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 1}})
+    body = json.dumps(
+        {"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 1}}
+    )
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert httpx.post(f"{roomy.url}/api/generate", content=body, headers=form).status_code == 200
     for page in ({"origin": roomy.url}, {"sec-fetch-site": "cross-site"}):
@@ -352,6 +444,8 @@ async def test_the_async_client(roomy):
     async for part in await client.chat("tiny", MESSAGES, options=GREEDY, stream=True):
         text += part.message.content
     assert text == whole.message.content
-    many = await asyncio.gather(*(client.generate("tiny", f"{i}", options=GREEDY) for i in range(8)))
+    many = await asyncio.gather(
+        *(client.generate("tiny", f"{i}", options=GREEDY) for i in range(8))
+    )
     assert all(one.eval_count for one in many)
     await client.close()

@@ -44,7 +44,9 @@ def test_chat_completion_equals_the_offline_engine(client, llm):
     assert choice.message.content == offline.text
     assert choice.message.role == "assistant"
     assert choice.finish_reason == offline.outputs[0].finish_reason
-    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx([e.logprob for e in offline.outputs[0].logprobs])
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(
+        [e.logprob for e in offline.outputs[0].logprobs]
+    )
     assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
     assert reply.usage.prompt_tokens == len(offline.prompt_token_ids)
     assert reply.usage.completion_tokens == len(offline.outputs[0].token_ids)
@@ -52,14 +54,18 @@ def test_chat_completion_equals_the_offline_engine(client, llm):
 
 def test_completions_of_many_prompts(client, llm):
     prompts = ["abc", "Hello world", [70, 71, 72]]
-    reply = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, temperature=0, n=1, logprobs=2)
+    reply = client.completions.create(
+        model="tiny", prompt=prompts[:2], max_tokens=6, temperature=0, n=1, logprobs=2
+    )
     offline = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, logprobs=2))
     assert [choice.text for choice in reply.choices] == [output.text for output in offline[:2]]
     assert len(reply.choices[0].logprobs.tokens) == len(offline[0].outputs[0].token_ids)
     ids = client.completions.create(model="tiny", prompt=[70, 71, 72], max_tokens=6, temperature=0)
     assert ids.choices[0].text == offline[2].text
     streamed = [""] * 4
-    for chunk in client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3, stream=True):
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3, stream=True
+    ):
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     whole = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3)
@@ -74,7 +80,12 @@ def test_a_client_that_leaves_frees_its_pages(server, client):
     free = server.gauge("kv_pages_free")
     long = {"prompt": "go", "max_tokens": 480, "n": 32, "ignore_eos": True}
     stream = client.completions.create(
-        model="tiny", prompt="go", max_tokens=480, n=32, stream=True, extra_body={"ignore_eos": True}
+        model="tiny",
+        prompt="go",
+        max_tokens=480,
+        n=32,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(iter(stream))
     assert server.gauge("requests_running") > 0
@@ -83,13 +94,19 @@ def test_a_client_that_leaves_frees_its_pages(server, client):
     until(idle)
     assert server.gauge("kv_pages_free") == free
     body = json.dumps(long).encode()  # the same for a response that is not streamed
-    head = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall("\r\n".join([*head, "", ""]).encode() + body)
         until(lambda: server.gauge("requests_running") > 0)
     until(idle)
     assert server.gauge("kv_pages_free") == free
-    assert server.gauge("output_tokens_total") < finished + 2 * 32 * 480  # neither was computed to its end
+    # neither was computed to its end
+    assert server.gauge("output_tokens_total") < finished + 2 * 32 * 480
 
 
 BAD_COMPLETIONS = [
@@ -120,10 +137,19 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "top_p": True}, "top_p", ""),
     ({"prompt": "x", "n": 0}, "n", ""),
     ({"prompt": "x", "n": 2**31}, "n", ""),
-    ({"prompt": "x", "seed": 2**63}, "seed", "(less_than_equal)"),  # pydantic's name of it, as vLLM tells it
+    # pydantic's name of it, as vLLM tells it
+    ({"prompt": "x", "seed": 2**63}, "seed", "(less_than_equal)"),
     ({"prompt": "x", "seed": -(2**63) - 1}, "seed", "(greater_than_equal)"),
-    ({"prompt": "x", "truncation_side": "z" * 999}, "truncation_side", f"; got '{'z' * 100}' (literal_error)."),
-    ({"prompt": "x", "truncation_side": [["left"] * 999]}, "truncation_side", "'right' (literal_error)."),
+    (
+        {"prompt": "x", "truncation_side": "z" * 999},
+        "truncation_side",
+        f"; got '{'z' * 100}' (literal_error).",
+    ),
+    (
+        {"prompt": "x", "truncation_side": [["left"] * 999]},
+        "truncation_side",
+        "'right' (literal_error).",
+    ),
     ({"prompt": "x", "logprobs": 1000}, "logprobs", "20"),
     ({"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias", "token ids"),
     ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "5000"),
@@ -144,8 +170,16 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ({"prompt": "x", "priority": 2**40}, "priority", ""),
     ({"prompt": "x", "model": "other"}, "model", "tiny"),
-    ({"prompt": [[5] * 500] * 64, "prompt_logprobs": 20}, "prompt_logprobs", "524,288 fit one response"),
-    ({"prompt": [[5] * 500] * 64, "echo": True, "logprobs": 20}, "echo", "524,288 fit one response"),
+    (
+        {"prompt": [[5] * 500] * 64, "prompt_logprobs": 20},
+        "prompt_logprobs",
+        "524,288 fit one response",
+    ),
+    (
+        {"prompt": [[5] * 500] * 64, "echo": True, "logprobs": 20},
+        "echo",
+        "524,288 fit one response",
+    ),
 ]
 
 
@@ -160,7 +194,9 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
         error = reply.json()["error"]
         assert error["param"] == param, (str(body)[:100], error)
         assert words in error["message"], (str(body)[:100], error)
-    assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason
+    assert (
+        client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,20 +207,28 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
     ],
 )  # fmt: skip
 def test_bad_bodies(server, body):
-    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    reply = httpx.post(
+        f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
     assert reply.status_code == 400
     assert reply.json()["error"]["message"]
 
 
 def test_only_json_of_bounded_size_is_read(server):
-    plain = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    plain = httpx.post(
+        f"{server.url}/v1/completions",
+        content=b'{"prompt": "x"}',
+        headers={"Content-Type": "text/plain"},
+    )
     assert plain.status_code == 415
     assert "application/json" in plain.json()["error"]["message"]
     large = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 9_000_000})
     assert large.status_code == 413
     ids = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * (2**19 + 2)})
     assert ids.status_code == 413
-    assert "524288 items. Send less at once; a longer prompt as text" in ids.json()["error"]["message"]
+    assert (
+        "524288 items. Send less at once; a longer prompt as text" in ids.json()["error"]["message"]
+    )
 
 
 def test_error_codes_that_clients_look_for(client):
@@ -200,7 +244,14 @@ def test_bad_chats(server, client):
     for body, param in [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}, {"content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            "messages",
+        ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": MESSAGES, "functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
@@ -209,7 +260,14 @@ def test_bad_chats(server, client):
         ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options"),
         ({"messages": MESSAGES, "documents": [{"text": "x"}]}, "documents"),
         ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}
+                ]
+            },
+            "messages",
+        ),
         ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         ({"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice"),
@@ -218,7 +276,9 @@ def test_bad_chats(server, client):
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
         assert reply.status_code == 400, body
         assert reply.json()["error"]["param"] == param
-    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2).choices
+    assert client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=2
+    ).choices
 
 
 def test_unknown_routes_and_methods(server):
@@ -233,7 +293,9 @@ def test_unknown_routes_and_methods(server):
 
 def test_metrics_come_from_events(server, client):
     before = server.gauge("output_tokens_total")
-    client.completions.create(model="tiny", prompt="count me", max_tokens=7, extra_body={"ignore_eos": True})
+    client.completions.create(
+        model="tiny", prompt="count me", max_tokens=7, extra_body={"ignore_eos": True}
+    )
     assert server.gauge("output_tokens_total") == before + 7
     text = httpx.get(f"{server.url}/metrics").text
     assert "tidemill_time_to_first_token_seconds_bucket" in text
@@ -246,7 +308,9 @@ async def test_many_at_once_equal_one_by_one(server):
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
 
     async def ask(i: int) -> str:
-        reply = await client.completions.create(model="tiny", prompt=f"request {i} ", max_tokens=16, seed=i, temperature=0.8)
+        reply = await client.completions.create(
+            model="tiny", prompt=f"request {i} ", max_tokens=16, seed=i, temperature=0.8
+        )
         return reply.choices[0].text
 
     together = await asyncio.gather(*(ask(i) for i in range(24)))
@@ -257,13 +321,18 @@ async def test_many_at_once_equal_one_by_one(server):
 
 def test_the_description_lists_the_parameters(server):
     spec = httpx.get(f"{server.url}/openapi.json").json()
-    body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
     assert "temperature" in json.dumps(body)
 
 
 SHAPE = {
     "type": "object",
-    "properties": {"mill": {"enum": ["tide", "wind"]}, "wheels": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "mill": {"enum": ["tide", "wind"]},
+        "wheels": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["mill", "wheels"],
     "additionalProperties": False,
 }
@@ -280,7 +349,9 @@ SHAPE = {
 )
 def test_structured_outputs(client, grammar, fits):
     body = {"structured_outputs": grammar}
-    reply = client.completions.create(model="tiny", prompt="x", max_tokens=100, logprobs=1, extra_body=body)
+    reply = client.completions.create(
+        model="tiny", prompt="x", max_tokens=100, logprobs=1, extra_body=body
+    )
     assert fits(reply.choices[0].text)
     assert reply.choices[0].finish_reason == "stop"
 
@@ -295,7 +366,12 @@ def test_structured_outputs(client, grammar, fits):
         {"structured_outputs": {"nonsense": "a"}},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "nonsense"}},
+            }
+        },
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     ],
 )
@@ -312,7 +388,10 @@ TOOLS = [
             "description": "says when",
             "parameters": {
                 "type": "object",
-                "properties": {"port": {"enum": ["Brest", "Hull"]}, "day": {"type": "integer", "minimum": 1, "maximum": 31}},
+                "properties": {
+                    "port": {"enum": ["Brest", "Hull"]},
+                    "day": {"type": "integer", "minimum": 1, "maximum": 31},
+                },
                 "required": ["port", "day"],
                 "additionalProperties": False,
             },
@@ -329,7 +408,11 @@ def client_of(server):
 def test_tools_go_into_the_prompt_and_back(roomy):
     """A conversation with calls and their results is a prompt; `none` leaves the tools out."""
     client = client_of(roomy)
-    call = {"id": "call_1", "type": "function", "function": {"name": "high_water", "arguments": '{"port": "Brest"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "high_water", "arguments": '{"port": "Brest"}'},
+    }
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "call_1", "content": "at noon"})
     render = f"{roomy.url}/v1/chat/completions/render"
@@ -338,16 +421,28 @@ def test_tools_go_into_the_prompt_and_back(roomy):
     assert "at noon" in told["prompt"]
     assert '"port": "Brest"' in told["prompt"]
     assert (
-        "low_water" not in httpx.post(render, json={"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).json()["prompt"]
+        "low_water"
+        not in httpx.post(
+            render, json={"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}
+        ).json()["prompt"]
     )
-    reply = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=5)
+    reply = client.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, max_tokens=5
+    )
     assert reply.choices[0].message.content is not None
     assert reply.usage.prompt_tokens == len(told["prompt_token_ids"])
 
 
 def test_continue_the_last_message(server):
-    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "The tide"}], "continue_final_message": True}
-    assert httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"].endswith("The tide")
+    body = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "The tide"}],
+        "continue_final_message": True,
+    }
+    assert (
+        httpx.post(f"{server.url}/v1/chat/completions/render", json=body)
+        .json()["prompt"]
+        .endswith("The tide")
+    )
     reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 3})
     assert reply.status_code == 200
 
@@ -355,7 +450,10 @@ def test_continue_the_last_message(server):
 def test_tokenize_and_back(server):
     told = httpx.post(f"{server.url}/tokenize", json={"prompt": "Ebbe und Flüt"}).json()
     assert told["count"] == len(told["tokens"])
-    assert "Ebbe und Flüt" in httpx.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+    assert (
+        "Ebbe und Flüt"
+        in httpx.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+    )
     assert httpx.post(f"{server.url}/tokenize", json={"messages": MESSAGES}).json()["count"] > 3
     for wrong in ({}, {"prompt": "x", "messages": MESSAGES}, {"prompt": 3}):
         assert httpx.post(f"{server.url}/tokenize", json=wrong).status_code == 400
@@ -364,13 +462,23 @@ def test_tokenize_and_back(server):
 
 
 def test_echo_scores_the_prompt(client, llm):
-    ids = llm.generate([[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=1))[0]
-    settings = {"model": "tiny", "prompt": [5, 6, 7, 8], "temperature": 0, "echo": True, "logprobs": 1}
+    ids = llm.generate(
+        [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=1)
+    )[0]
+    settings = {
+        "model": "tiny",
+        "prompt": [5, 6, 7, 8],
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
     whole = client.completions.create(**settings, max_tokens=3).choices[0]
     only = client.completions.create(**settings, max_tokens=0).choices[0]
     assert whole.text == only.text + ids.text
     assert whole.logprobs.token_logprobs[0] is None
-    expected = [entry.logprob for entry in ids.prompt_logprobs[1:]] + [entry.logprob for entry in ids.outputs[0].logprobs]
+    expected = [entry.logprob for entry in ids.prompt_logprobs[1:]] + [
+        entry.logprob for entry in ids.outputs[0].logprobs
+    ]
     assert whole.logprobs.token_logprobs[1:] == pytest.approx(expected)
     assert only.logprobs.token_logprobs[1:] == pytest.approx(expected[:3])
     assert len(only.logprobs.tokens) == 4
@@ -381,7 +489,9 @@ def test_echo_scores_the_prompt(client, llm):
 
 
 def test_prompt_logprobs(client):
-    reply = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 2})
+    reply = client.completions.create(
+        model="tiny", prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
     first, *others = reply.choices[0].prompt_logprobs
     assert first is None
     assert [str(token) in told for token, told in zip((6, 7), others, strict=True)] == [True, True]
@@ -389,11 +499,23 @@ def test_prompt_logprobs(client):
 
 
 def test_best_of(client):
-    settings = {"model": "tiny", "prompt": "x", "max_tokens": 5, "seed": 3, "temperature": 1.5, "logprobs": 0}
+    settings = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 5,
+        "seed": 3,
+        "temperature": 1.5,
+        "logprobs": 0,
+    }
     every = client.completions.create(**settings, n=6).choices
     best = client.completions.create(**settings, n=2, best_of=6)
-    means = sorted((sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every), reverse=True)
-    sent = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in best.choices]
+    means = sorted(
+        (sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every),
+        reverse=True,
+    )
+    sent = [
+        sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in best.choices
+    ]
     assert sent == pytest.approx(means[:2])
     assert best.usage.completion_tokens == sum(len(one.logprobs.tokens) for one in every)
     for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
@@ -403,7 +525,13 @@ def test_best_of(client):
 
 def test_beam_search(client, server):
     settings = {"model": "tiny", "prompt": "x", "max_tokens": 6, "logprobs": 1}
-    beams = {"use_beam_search": True, "length_penalty": 0.0, "early_stopping": True, "best_of": 4, "return_token_ids": True}
+    beams = {
+        "use_beam_search": True,
+        "length_penalty": 0.0,
+        "early_stopping": True,
+        "best_of": 4,
+        "return_token_ids": True,
+    }
     reply = client.completions.create(**settings, n=2, extra_body=beams)
     sums = [sum(one.logprobs.token_logprobs) for one in reply.choices]
     assert sums == sorted(sums, reverse=True)
@@ -413,14 +541,17 @@ def test_beam_search(client, server):
     assert len({tuple(one.token_ids) for one in every}) == 4
     diverse = beams | {"best_of": None, "num_beam_groups": 4, "diversity_penalty": 100.0}
     grouped = client.completions.create(**settings, n=4, extra_body=diverse).choices
-    assert len({one.token_ids[0] for one in grouped}) == 4  # one beam a group, each beginning with another token
+    # one beam a group, each beginning with another token
+    assert len({one.token_ids[0] for one in grouped}) == 4
     (story,) = httpx.get(f"{server.url}/v1/requests/{reply.id}/explain").json()["data"]
     assert story["beams"]["width"] == 4
     assert story["beams"]["reorderings"] >= 1
     assert story["beams"]["forks"] >= 3
     assert sum(span["percent"] for span in story["spans"]) == pytest.approx(100, abs=0.1)
     chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
-    made = client.chat.completions.create(**chat, n=3, extra_body={"use_beam_search": True, "best_of": 4})
+    made = client.chat.completions.create(
+        **chat, n=3, extra_body={"use_beam_search": True, "best_of": 4}
+    )
     assert len(made.choices) == 3
 
 
@@ -437,13 +568,19 @@ def test_beam_search(client, server):
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"num_beam_groups": 2}, "num_beam_groups"),
-        ({"use_beam_search": True, "n": 4, "num_beam_groups": 3, "diversity_penalty": 1}, "num_beam_groups"),
+        (
+            {"use_beam_search": True, "n": 4, "num_beam_groups": 3, "diversity_penalty": 1},
+            "num_beam_groups",
+        ),
         ({"use_beam_search": True, "n": 4, "num_beam_groups": 2}, "diversity_penalty"),
         ({"early_stopping": True}, "early_stopping"),
     ],
 )
 def test_wrong_beams(server, given, param):
-    for route, asked in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+    for route, asked in (
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": MESSAGES}),
+    ):
         body = {"model": "tiny", "max_tokens": 4} | asked | given
         reply = httpx.post(f"{server.url}/v1/{route}", json=body)
         assert reply.status_code == 400
@@ -451,11 +588,20 @@ def test_wrong_beams(server, given, param):
 
 
 def test_timings(client):
-    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "extra_body": {"timings": True}}
+    settings = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 5,
+        "extra_body": {"timings": True},
+    }
     told = client.chat.completions.create(**settings).timings
     assert 0 < told["first_token_ms"] <= told["total_ms"]
     assert told["prefill_ms"] > 0
-    assert [chunk.timings for chunk in client.chat.completions.create(**settings, stream=True) if hasattr(chunk, "timings")]
+    assert [
+        chunk.timings
+        for chunk in client.chat.completions.create(**settings, stream=True)
+        if hasattr(chunk, "timings")
+    ]
 
 
 def test_every_sampling_parameter_is_taken(client):
@@ -477,8 +623,15 @@ def test_structured_outputs_by_xgrammar(tiny_folder):
     try:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         settings = {"model": "tiny", "prompt": "x", "max_tokens": 100, "seed": 1, "n": 2}
-        form = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-        for choice in client.completions.create(**settings, extra_body={"structured_outputs": {"json": form}}).choices:
+        form = {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+        for choice in client.completions.create(
+            **settings, extra_body={"structured_outputs": {"json": form}}
+        ).choices:
             assert json.loads(choice.text)["n"] in (1, 2)
             assert choice.finish_reason == "stop"
         with pytest.raises(openai.BadRequestError, match="parenthesis"):
@@ -494,20 +647,33 @@ def test_embeddings_equal_transformers(client, tiny_folder, pooling):
     model = AutoModel.from_pretrained(tiny_folder).eval()
     prompts = [[5, 6, 7, 8], list(range(20, 120)), [9]]
     for form in ("float", "base64"):
-        reply = client.embeddings.create(model="tiny", input=prompts, encoding_format=form, extra_body={"pooling": pooling})
+        reply = client.embeddings.create(
+            model="tiny", input=prompts, encoding_format=form, extra_body={"pooling": pooling}
+        )
         assert reply.usage.prompt_tokens == 105
         for prompt, told in zip(prompts, reply.data, strict=True):
             with torch.inference_mode():
                 hidden = model(torch.tensor([prompt])).last_hidden_state[0]
-            expected = torch.nn.functional.normalize(hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0)
+            expected = torch.nn.functional.normalize(
+                hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0
+            )
             vector = told.embedding
             if form == "base64":
-                vector = torch.frombuffer(bytearray(base64.b64decode(vector)), dtype=torch.float32).tolist()
+                vector = torch.frombuffer(
+                    bytearray(base64.b64decode(vector)), dtype=torch.float32
+                ).tolist()
             assert torch.allclose(torch.tensor(vector), expected, atol=1e-4)
-    first, again = (client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling}) for _ in range(2))
+    first, again = (
+        client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling})
+        for _ in range(2)
+    )
     assert again.data[1].embedding == first.data[1].embedding  # from the cache or not
     assert len(client.embeddings.create(model="tiny", input="a text").data) == 1
-    for wrong in ({"input": []}, {"input": "x", "dimensions": 10**6}, {"input": "x", "encoding_format": "hex"}):
+    for wrong in (
+        {"input": []},
+        {"input": "x", "dimensions": 10**6},
+        {"input": "x", "encoding_format": "hex"},
+    ):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", **wrong)
 

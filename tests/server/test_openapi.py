@@ -43,12 +43,19 @@ class Sample(Body):
 @pytest.fixture(scope="module")
 def api(server):
     made = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=LONG_S)
-    made.config.checks.negative_data_rejection.expected_statuses = ["400", "404", "405", "413", "415"]
+    made.config.checks.negative_data_rejection.expected_statuses = [
+        "400",
+        "404",
+        "405",
+        "413",
+        "415",
+    ]
     return made
 
 
 def ask_all(api, mode, num_examples, every=1):
-    """Of every route (or fewer), by hypothesis; its plugin for pytest is not used, since it follows pytest's insides."""
+    """Of every route (or fewer), by hypothesis; its plugin for pytest is not used, since it follows
+    pytest's insides."""
     operations = [result.ok() for result in api.get_all_operations()]
     assert len(operations) > 15
     for operation in operations[::every]:
@@ -66,12 +73,16 @@ def ask_all(api, mode, num_examples, every=1):
             response = case.call(timeout=LONG_S)
             case.validate_response(response, checks=CHECKS)
             if response.status_code >= 400 and mode is GenerationMode.POSITIVE:
-                # What the description allows may still be too long, of another model, at odds with itself, or have no time.
+                # What the description allows may still be too long, of another model, at odds with
+                # itself, or have no time.
                 error = response.json()["error"]
-                is_vllms = case.path in ("/pooling", "/classify") or "max_model_len" in error  # vLLM's own routes and parameter
+                # vLLM's own routes and parameter
+                is_vllms = case.path in ("/pooling", "/classify") or "max_model_len" in error
                 usual = "BadRequestError" if is_vllms else "invalid_request_error"
                 if case.path.startswith("/v1/messages"):  # Anthropic's
-                    usual = {404: "not_found_error", 408: "timeout_error"}.get(response.status_code, usual)
+                    usual = {404: "not_found_error", 408: "timeout_error"}.get(
+                        response.status_code, usual
+                    )
                 if case.path.startswith("/v1beta/"):  # Google's
                     assert error["status"] in ("INVALID_ARGUMENT", "NOT_FOUND")
                 else:
@@ -82,12 +93,16 @@ def ask_all(api, mode, num_examples, every=1):
             ask()
 
 
-@pytest.mark.parametrize(("num_examples", "every"), [(1, 2), pytest.param(100, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_examples", "every"), [(1, 2), pytest.param(100, 1, marks=pytest.mark.slow)]
+)
 def test_what_is_allowed(api, num_examples, every):
     ask_all(api, GenerationMode.POSITIVE, num_examples, every)
 
 
-@pytest.mark.parametrize(("num_examples", "every"), [(1, 12), pytest.param(100, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_examples", "every"), [(1, 12), pytest.param(100, 1, marks=pytest.mark.slow)]
+)
 def test_what_is_forbidden(api, num_examples, every):
     ask_all(api, GenerationMode.NEGATIVE, num_examples, every)
 

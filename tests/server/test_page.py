@@ -23,7 +23,9 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg":
 def test_files_are_sent_as_they_are_and_kept(server, path):
     first = httpx.get(f"{server.url}{path}")
     assert first.status_code == 200
-    assert first.headers["content-type"].startswith(TYPES[path.rpartition(".")[2] if "." in path else "html"])
+    assert first.headers["content-type"].startswith(
+        TYPES[path.rpartition(".")[2] if "." in path else "html"]
+    )
     assert first.headers["x-content-type-options"] == "nosniff"
     again = httpx.get(f"{server.url}{path}", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -35,11 +37,16 @@ def test_files_are_sent_as_they_are_and_kept(server, path):
 
 
 def test_the_policy_allows_nothing_but_ourselves(server):
-    policy = dict(part.strip().split(" ", 1) for part in httpx.get(server.url).headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1)
+        for part in httpx.get(server.url).headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
     assert policy["frame-ancestors"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
-    assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {
+        "'self'"
+    }
     assert not any("unsafe" in value for value in policy.values())
 
 
@@ -50,7 +57,8 @@ def test_files_ask_for_nothing_from_elsewhere_and_for_nothing_that_is_not_there(
         assert not hosts, path
         assert "innerHTML" not in text
         assert not re.search(r"\sstyle=|<script>|\son\w+=\"", text), path
-        assert not re.search(r"""(?:src|href)="/|call\(["`]/""", text), path  # the page may be served under a prefix
+        # the page may be served under a prefix
+        assert not re.search(r"""(?:src|href)="/|call\(["`]/""", text), path
         used = re.findall(r'(?:src|href)="(page/[^"]+)"', text) + [
             f"page/{one}" for one in re.findall(r'from "\./([^"]+)"', text)
         ]
@@ -59,7 +67,15 @@ def test_files_ask_for_nothing_from_elsewhere_and_for_nothing_that_is_not_there(
 
 
 @pytest.mark.parametrize(
-    "path", ["/page", "/page/", "/page/__init__.py", "/page/..%2fguard.py", "/page/nothing.js", "/index.html"]
+    "path",
+    [
+        "/page",
+        "/page/",
+        "/page/__init__.py",
+        "/page/..%2fguard.py",
+        "/page/nothing.js",
+        "/index.html",
+    ],
 )
 def test_there_is_nothing_else(server, path):
     assert httpx.get(f"{server.url}{path}").status_code == (400 if "%" in path else 404)
@@ -77,7 +93,12 @@ def watching(server, **headers):
 
 
 def test_the_stream_follows_the_server(server):
-    body = {"prompt": "the same prefix of several pages, ", "max_tokens": 400, "ignore_eos": True, "n": 4}
+    body = {
+        "prompt": "the same prefix of several pages, ",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "n": 4,
+    }
     asking = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=body))
     until(lambda: server.gauge("requests_running") == 0)  # of other tests
     with watching(server) as frames:
@@ -93,7 +114,8 @@ def test_the_stream_follows_the_server(server):
             elif frame["requests"]:
                 kinds = kinds_of(frame)
                 seen["held"] = max(seen["held"], len(kinds) - kinds.count(0) - kinds.count(1))
-                seen["shared"] = max(seen["shared"], kinds.count(SHARED))  # none before the other samples are there
+                # none before the other samples are there
+                seen["shared"] = max(seen["shared"], kinds.count(SHARED))
                 assert sum(count for _, count in frame["requests"]) > kinds.count(SHARED)
     asking.join()
     assert seen["running"] == 4
@@ -115,5 +137,6 @@ def test_a_lost_engine_is_seen_and_a_server_that_stops_does_not_wait_for_watcher
         assert frame["totals"]["engine_restarts"] == 1
         assert frame["decisions"][-1][1] == "EngineRestarted"
         server.process.send_signal(signal.SIGINT)
-        assert all(frame["type"] in ("state", "pages") for frame in frames)  # the stream ends as it should
+        # the stream ends as it should
+        assert all(frame["type"] in ("state", "pages") for frame in frames)
         assert server.stop() == 0

@@ -21,8 +21,19 @@ def everything(s):
     with s.fork(3) as branches:
         for i, branch in enumerate(branches):
             branch += f"{i}:" + gen("text", max_tokens=8 + i, stop="\n", **GREEDY)
-    s += select("chosen", ["yes", "no", "not at all"]) + " " + gen("number", regex="[0-9]{3}", max_tokens=5, temperature=0)
-    s += "; " + gen("cut", stop="b", max_tokens=9, temperature=0, allowed_token_ids=[66, 67, 68], logit_bias={67: 3.0})
+    s += (
+        select("chosen", ["yes", "no", "not at all"])
+        + " "
+        + gen("number", regex="[0-9]{3}", max_tokens=5, temperature=0)
+    )
+    s += "; " + gen(
+        "cut",
+        stop="b",
+        max_tokens=9,
+        temperature=0,
+        allowed_token_ids=[66, 67, 68],
+        logit_bias={67: 3.0},
+    )
     s += " end" + gen("last", max_tokens=4, seed=3, temperature=0.9, ignore_eos=True)
 
 

@@ -32,7 +32,9 @@ PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def post(server, path, body, key=KEYS[0]) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=None)
+    return httpx.post(
+        f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=None
+    )
 
 
 def complete(server, prompt, key=KEYS[0], **more) -> dict:
@@ -52,9 +54,16 @@ def leave(server, prompt, num_tokens) -> None:
 
 def kill_under_way(server) -> None:
     """The engine dies, and the request goes on in the next one."""
-    body = {"prompt": "while the engine dies", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": "while the engine dies",
+        "max_tokens": 600,
+        "ignore_eos": True,
+        "stream": True,
+    }
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=None) as reply:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=None
+    ) as reply:
         lines = reply.iter_lines()
         next(line for line in lines if line.startswith("data: {"))
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -63,7 +72,10 @@ def kill_under_way(server) -> None:
 
 def ask_mixed(server, number: int) -> None:
     """One of ten kinds of request."""
-    prompt, chat = f"{SHARED[: 16 * (number % 9)]} {number}", [{"role": "user", "content": f"number {number}"}]
+    prompt, chat = (
+        f"{SHARED[: 16 * (number % 9)]} {number}",
+        [{"role": "user", "content": f"number {number}"}],
+    )
     kinds = (
         {"temperature": 0.9, "seed": None},
         {"n": 3, "seed": number, "temperature": 1.2},
@@ -76,12 +88,18 @@ def ask_mixed(server, number: int) -> None:
         {"kv_policy": {"kind": "streaming", "sinks": 4, "recent": 32}, "max_tokens": 24},
         {"echo": True, "logprobs": 1, "max_tokens": 3},
     )
-    reply = post(server, "/v1/completions", {"prompt": prompt, "max_tokens": 16} | kinds[number % len(kinds)])
+    reply = post(
+        server, "/v1/completions", {"prompt": prompt, "max_tokens": 16} | kinds[number % len(kinds)]
+    )
     assert reply.status_code == 200, reply.text
     if number % 5 == 0:
         schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON}}
         assert (
-            post(server, "/v1/chat/completions", {"messages": chat, "response_format": schema, "max_tokens": 30}).status_code
+            post(
+                server,
+                "/v1/chat/completions",
+                {"messages": chat, "response_format": schema, "max_tokens": 30},
+            ).status_code
             == 200
         )
     if number % 7 == 0:
@@ -110,7 +128,9 @@ def recorded(tmp_path_factory):
 
 
 def replayed(folder, *arguments, code=0) -> dict:
-    result = CliRunner().invoke(app, ["replay", str(folder), "--json", *map(str, arguments)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["replay", str(folder), "--json", *map(str, arguments)], catch_exceptions=False
+    )
     assert result.exit_code == code, result.stdout
     (certificate,) = json.loads(result.stdout)
     return certificate
@@ -125,7 +145,8 @@ def test_all_tokens_are_the_same(recorded, mode):
     assert not certificate["notes"]
     if mode == "--like-then":
         assert certificate["num_steps"] > 100
-        assert certificate["num_equal_steps"] > certificate["num_steps"] // 2  # grammars are compiled when there is time
+        # grammars are compiled when there is time
+        assert certificate["num_equal_steps"] > certificate["num_steps"] // 2
 
 
 def test_a_build_that_computes_otherwise_is_caught(recorded, monkeypatch):
@@ -138,12 +159,20 @@ def test_a_build_that_computes_otherwise_is_caught(recorded, monkeypatch):
     assert certificate["num_equal"] < certificate["num_compared"]
     tokens = [found for found in certificate["differences"] if found["what"] == "token"]
     assert all(found["recorded"] != found["replayed"] for found in tokens)
-    assert any(found["recorded_logprob"] is not None and found["recorded_logprob"] <= 0 for found in tokens)
+    assert any(
+        found["recorded_logprob"] is not None and found["recorded_logprob"] <= 0 for found in tokens
+    )
 
 
 def test_other_options_are_named_and_keep_the_tokens(recorded):
     certificate = replayed(
-        recorded, "--option", "token-budget=72", "--option", "prefix-caching=off", "--requests", "0,1,2,3,4,5,6"
+        recorded,
+        "--option",
+        "token-budget=72",
+        "--option",
+        "prefix-caching=off",
+        "--requests",
+        "0,1,2,3,4,5,6",
     )
     assert certificate["is_equal"]
     assert certificate["num_requests"] == 7
@@ -151,7 +180,9 @@ def test_other_options_are_named_and_keep_the_tokens(recorded):
 
 
 def test_what_is_refused_now_is_a_difference(recorded):
-    certificate = replayed(recorded, "--option", "max-context=64", "--requests", "0,1,2,3,4,5,6", code=1)
+    certificate = replayed(
+        recorded, "--option", "max-context=64", "--requests", "0,1,2,3,4,5,6", code=1
+    )
     assert certificate["num_compared"] == certificate["num_requests"] == 7
     assert {found["what"] for found in certificate["differences"]} == {"refusal"}
     assert 0 < len(certificate["differences"]) == 7 - certificate["num_equal"]
@@ -172,29 +203,44 @@ def test_mistakes_are_told(recorded, tmp_path):
 
 
 def test_it_is_a_load(recorded, tmp_path):
-    """For simulation, planning and a server under test: with its times and the tokens of its prompts."""
+    """For simulation, planning and a server under test: with its times and the tokens of its
+    prompts."""
     rows = read_rows(recorded)
     assert rows[0].at_s == 0
     assert all(row.e2e_s >= row.ttft_s > 0 for row in rows if row.ttft_s is not None)
     assert any(row.abort_s is not None for row in rows)
     assert all(len(row.prompt_ids) == row.num_prompt for row in rows)
     assert {row.n for row in rows} == {1, 3}
-    figures = json.loads(CliRunner().invoke(app, ["simulate", str(recorded), "--json"], catch_exceptions=False).stdout)
+    figures = json.loads(
+        CliRunner()
+        .invoke(app, ["simulate", str(recorded), "--json"], catch_exceptions=False)
+        .stdout
+    )
     assert figures["recorded"]["ttft_s"]["p50"] > 0
-    assert [job.num_prompt for job in read_jobs(recorded)] == [max(row.num_prompt, 1) for row in rows]
+    assert [job.num_prompt for job in read_jobs(recorded)] == [
+        max(row.num_prompt, 1) for row in rows
+    ]
     items = read_trace(recorded, limit=100, max_context=4096, vocab=300)
     assert [tuple(item.prompt_ids) for item in items] == [row.prompt_ids for row in rows]
 
 
 def test_what_is_sealed_shows_no_text(roomy_folder, tmp_path):
     server = Server(
-        roomy_folder, "--record", str(tmp_path / "day"), "--record-text", "off", "--record-key", str(tmp_path / "key")
+        roomy_folder,
+        "--record",
+        str(tmp_path / "day"),
+        "--record-text",
+        "off",
+        "--record-key",
+        str(tmp_path / "key"),
     )
     server.wait()
     complete(server, SHARED)
     assert server.stop(signal.SIGTERM) == 0
     data = b"".join(path.read_bytes() for path in files_of(tmp_path / "day"))
-    assert not any(bytes(part) in data for part in (b"launch", b"cmpl-", bytes([116, 0, 0, 0, 104, 0, 0, 0])))
+    assert not any(
+        bytes(part) in data for part in (b"launch", b"cmpl-", bytes([116, 0, 0, 0, 104, 0, 0, 0]))
+    )
     with pytest.raises(ConfigError, match="sealed"):
         Recording(tmp_path / "day")
     assert replayed(tmp_path / "day", "--alone", "--key", tmp_path / "key")["num_equal"] == 1
@@ -204,13 +250,25 @@ def test_what_is_sealed_shows_no_text(roomy_folder, tmp_path):
 
 def test_several_engines_and_models(tiny_folder, roomy_folder, tmp_path):
     with_roles = "--prefill", "1", "--decode", "1", "--token-budget", "64"
-    for name, model, options in (("alike", roomy_folder, ("--data-parallel", "2")), ("roles", roomy_folder, with_roles)):
+    for name, model, options in (
+        ("alike", roomy_folder, ("--data-parallel", "2")),
+        ("roles", roomy_folder, with_roles),
+    ):
         server = Server(model, *options, "--record", str(tmp_path / name)).wait()
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda number, server=server: complete(server, SHARED + str(number), max_tokens=30), range(8)))
+            list(
+                threads.map(
+                    lambda number, server=server: complete(
+                        server, SHARED + str(number), max_tokens=30
+                    ),
+                    range(8),
+                )
+            )
         assert server.stop(signal.SIGTERM) == 0
         assert replayed(tmp_path / name, "--like-then")["num_equal"] == 8
-    server = Server(None, f"one={tiny_folder}", f"two={roomy_folder}", "--record", str(tmp_path / "models")).wait()
+    server = Server(
+        None, f"one={tiny_folder}", f"two={roomy_folder}", "--record", str(tmp_path / "models")
+    ).wait()
     for model in ("one", "two"):
         complete(server, "a tide", model=model, max_tokens=40, temperature=1.0)
     assert server.stop(signal.SIGTERM) == 0
@@ -226,7 +284,9 @@ def test_several_engines_and_models(tiny_folder, roomy_folder, tmp_path):
 
 
 def test_what_the_end_of_the_server_cuts(roomy_folder, tmp_path):
-    server = Server(roomy_folder, "--speculate", "off", "--drain-seconds", "0", "--record", str(tmp_path)).wait()
+    server = Server(
+        roomy_folder, "--speculate", "off", "--drain-seconds", "0", "--record", str(tmp_path)
+    ).wait()
     body = {"prompt": "hello", "max_tokens": 3900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=None) as reply:
         lines = reply.iter_lines()

@@ -27,7 +27,12 @@ TOOL = {
     "strict": True,
 }
 LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-ASK = {"model": "tiny", "input": "How high is the water?", "max_output_tokens": 20, "temperature": 0}
+ASK = {
+    "model": "tiny",
+    "input": "How high is the water?",
+    "max_output_tokens": 20,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +41,22 @@ def client(roomy):
 
 
 def without_ids(item):
-    return {name: value for name, value in item.model_dump().items() if name not in ("id", "call_id")}
+    return {
+        name: value for name, value in item.model_dump().items() if name not in ("id", "call_id")
+    }
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300, "parallel_tool_calls": False}]
+    "more",
+    [
+        {},
+        {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "max_output_tokens": 300,
+            "parallel_tool_calls": False,
+        },
+    ],
 )
 def test_streamed_events_add_up_to_the_whole(client, more):
     whole = client.responses.create(**ASK | more)
@@ -50,36 +66,59 @@ def test_streamed_events_add_up_to_the_whole(client, more):
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == f"response.{whole.status}"
     last = events[-1].response
-    assert [without_ids(item) for item in last.output] == [without_ids(item) for item in whole.output]
+    assert [without_ids(item) for item in last.output] == [
+        without_ids(item) for item in whole.output
+    ]
     assert last.usage.output_tokens == whole.usage.output_tokens
     added = kinds.count("response.output_item.added")
     assert added == kinds.count("response.output_item.done") == len(whole.output)
     if more:
-        arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+        arguments = "".join(
+            event.delta
+            for event in events
+            if event.type == "response.function_call_arguments.delta"
+        )
         assert arguments == whole.output[0].arguments
         assert json.loads(arguments)["port"] in ("Brest", "Hull")
         assert whole.status == "completed"
     else:
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+        assert (
+            "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            == whole.output_text
+        )
 
 
 def test_times_under_llamacpps_names(client):
-    asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 4, "extra_body": {"timings_per_token": True}}
+    asked = {
+        "model": "tiny",
+        "input": "Hi",
+        "max_output_tokens": 4,
+        "extra_body": {"timings_per_token": True},
+    }
     events = list(client.responses.create(**asked, stream=True))
     told = [event for event in events if hasattr(event, "timings")]
     assert {event.type for event in told} == {"response.output_text.delta", events[-1].type}
-    assert told[-1].timings["predicted_n"] == client.responses.create(**asked).timings["predicted_n"] == 4
+    assert (
+        told[-1].timings["predicted_n"]
+        == client.responses.create(**asked).timings["predicted_n"]
+        == 4
+    )
 
 
 def test_a_strict_schema_has_no_other_properties(client):
     inner = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     shape = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    made = client.responses.create(model="tiny", input="Hi", text={"format": shape}, max_output_tokens=60)
+    made = client.responses.create(
+        model="tiny", input="Hi", text={"format": shape}, max_output_tokens=60
+    )
     assert json.loads(made.output_text) == {"a": {"n": 7}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     made = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "Hi"}], response_format=wanted, max_tokens=60
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        response_format=wanted,
+        max_tokens=60,
     )
     assert json.loads(made.choices[0].message.content) == {"a": {"n": 7}}
 
@@ -103,10 +142,15 @@ def test_responses_are_stored_and_continued(client):
 
 
 def test_prompt_and_output_as_text_and_tokens(client):
-    made = client.responses.create(**ASK, extra_body={"enable_response_messages": True}).model_dump()
+    made = client.responses.create(
+        **ASK, extra_body={"enable_response_messages": True}
+    ).model_dump()
     (prompt,), (output,) = made["input_messages"], made["output_messages"]
     assert prompt["type"] == output["type"] == "raw_message_tokens"
-    assert (len(prompt["tokens"]), len(output["tokens"])) == (made["usage"]["input_tokens"], made["usage"]["output_tokens"])
+    assert (len(prompt["tokens"]), len(output["tokens"])) == (
+        made["usage"]["input_tokens"],
+        made["usage"]["output_tokens"],
+    )
     assert ASK["input"] in prompt["message"]
     assert "input_messages" not in client.responses.create(**ASK).model_dump()
 
@@ -119,14 +163,21 @@ def test_cancel_in_the_middle(client):
 
 
 def test_tool_results_and_conversations_as_input(client):
-    call = {"type": "function_call", "call_id": "c1", "name": "high_water", "arguments": '{"port": "Hull"}'}
+    call = {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "high_water",
+        "arguments": '{"port": "Hull"}',
+    }
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "When?"}]},
         call,
         {"type": "function_call_output", "call_id": "c1", "output": "at noon"},
     ]
-    assert client.responses.create(**ASK | {"input": items}, tools=[TOOL], instructions="Say it.").output
+    assert client.responses.create(
+        **ASK | {"input": items}, tools=[TOOL], instructions="Say it."
+    ).output
 
 
 @pytest.mark.parametrize(
@@ -134,7 +185,15 @@ def test_tool_results_and_conversations_as_input(client):
     [
         {"input": [{"type": "input_image"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]}]},
+        {
+            "input": [
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": "x"}],
+                }
+            ]
+        },
         {"input": []},
         {"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]},
         {"tools": [{"type": "mcp", "server_label": "x", "server_url": "x"}]},
@@ -142,7 +201,10 @@ def test_tool_results_and_conversations_as_input(client):
         {"tool_choice": "required"},
         {"tool_choice": "required", "tools": [{"type": "web_search"}]},
         {"tool_choice": {"type": "web_search"}},
-        {"tool_choice": {"type": "custom", "name": "patch"}, "tools": [{"type": "custom", "name": "patch", "format": LARK}]},
+        {
+            "tool_choice": {"type": "custom", "name": "patch"},
+            "tools": [{"type": "custom", "name": "patch", "format": LARK}],
+        },
         {"background": True, "store": False},
         {"text": {"format": {"type": "json_schema"}}},
         {"max_output_tokens": 0},
@@ -173,10 +235,19 @@ def test_what_has_no_effect_is_accepted_and_named(client):
         service_tier="auto",
         store=False,
         stream_options=None,
-        tools=[{"type": "web_search"}, {"type": "local_shell"}, {"type": "web_search_preview_2025_03_11"}],
+        tools=[
+            {"type": "web_search"},
+            {"type": "local_shell"},
+            {"type": "web_search_preview_2025_03_11"},
+        ],
         truncation="auto",
         user="u",
-        extra_body={"chat_template_kwargs": {"x": 1}, "client_metadata": {"a": "b"}, "top_k": 3, "seed": 5},
+        extra_body={
+            "chat_template_kwargs": {"x": 1},
+            "client_metadata": {"a": "b"},
+            "top_k": 3,
+            "seed": 5,
+        },
     )
     assert reply.headers["x-tidemill-ignored"].split(", ") == [
         "client_metadata", "max_tool_calls", "reasoning.effort", "safety_identifier", "service_tier",
@@ -186,7 +257,9 @@ def test_what_has_no_effect_is_accepted_and_named(client):
     assert made.id.startswith("resp_")
     assert made.output[0].id.startswith("msg_")
     assert (made.metadata, made.truncation, made.model) == ({"a": "b"}, "auto", "tiny")
-    assert client.responses.create(input="x", include=[], max_output_tokens=2).status == "incomplete"
+    assert (
+        client.responses.create(input="x", include=[], max_output_tokens=2).status == "incomplete"
+    )
 
 
 def test_logprobs(client):
@@ -195,9 +268,17 @@ def test_logprobs(client):
     (part,) = whole.output[0].content
     assert len(part.logprobs) == whole.usage.output_tokens
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
-    assert b"".join(bytes(entry.bytes) for entry in part.logprobs).decode(errors="replace") == part.text
+    assert (
+        b"".join(bytes(entry.bytes) for entry in part.logprobs).decode(errors="replace")
+        == part.text
+    )
     events = list(client.responses.create(**ASK, **more, stream=True))
-    streamed = [entry.logprob for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    streamed = [
+        entry.logprob
+        for event in events
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
     assert streamed == [entry.logprob for entry in part.logprobs]
     assert not client.responses.create(**ASK).output[0].content[0].logprobs
 
@@ -237,7 +318,9 @@ def test_a_stream_in_the_background_can_be_left_and_taken_up_again(client):
     assert whole[-1].response.output_text == client.responses.retrieve(name).output_text
     assert list(client.responses.retrieve(name, stream=True)) == whole
     assert list(client.responses.retrieve(name, stream=True, starting_after=3)) == whole[4:]
-    with client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True, stream=True) as stream:
+    with client.responses.create(
+        **ASK | {"max_output_tokens": 3500}, text=LONG, background=True, stream=True
+    ) as stream:
         seen = [next(stream) for _ in range(6)]  # and it leaves
     name = seen[0].response.id
     assert client.responses.retrieve(name).status == "in_progress"
@@ -257,7 +340,11 @@ def test_a_stream_in_the_background_can_be_left_and_taken_up_again(client):
 
 
 LONG = {
-    "format": {"type": "json_schema", "name": "long", "schema": {"type": "string", "minLength": 3000}}
+    "format": {
+        "type": "json_schema",
+        "name": "long",
+        "schema": {"type": "string", "minLength": 3000},
+    }
 }  # it cannot end earlier
 
 
@@ -273,7 +360,9 @@ def test_a_response_in_the_background_is_cancelled_or_deleted(client, roomy):
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(other.id)
     headers = {"x-request-id": "by-label"}
-    labelled = client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True, extra_headers=headers)
+    labelled = client.responses.create(
+        **ASK | {"max_output_tokens": 3500}, text=LONG, background=True, extra_headers=headers
+    )
     wait_for(client, labelled.id, "in_progress")
     assert httpx.delete(f"{roomy.url}/v1/requests/by-label").json()["cancelled"]
     wait_for(client, labelled.id, "cancelled")
@@ -283,7 +372,9 @@ def test_a_response_in_the_background_is_cancelled_or_deleted(client, roomy):
 
 def test_a_response_that_was_refused_is_not_stored(client, roomy):
     for stream in (False, True):
-        refused = httpx.post(f"{roomy.url}/v1/responses", json=ASK | {"max_output_tokens": 10**6, "stream": stream})
+        refused = httpx.post(
+            f"{roomy.url}/v1/responses", json=ASK | {"max_output_tokens": 10**6, "stream": stream}
+        )
         assert refused.status_code == 400
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(refused.headers["x-request-id"])
@@ -295,7 +386,9 @@ def test_what_is_continued_does_not_grow_without_end(client):
     for _ in range(3):
         client.conversations.items.create(made.id, items=padded)
     too_large = (
-        lambda: client.conversations.items.create(made.id, items=[{"role": "user", "content": "x"}]),
+        lambda: client.conversations.items.create(
+            made.id, items=[{"role": "user", "content": "x"}]
+        ),
         lambda: client.responses.create(**ASK, conversation=made.id),
     )
     for refused in too_large:
@@ -322,9 +415,15 @@ def test_input_items(client):
     page = client.responses.input_items.list(second.id, limit=2, order="asc")
     assert page.has_more
     listed = list(client.responses.input_items.list(second.id, limit=2, order="asc"))
-    assert [item.content[0].text for item in listed] == [ASK["input"], first.output_text, *(item["content"] for item in items)]
+    assert [item.content[0].text for item in listed] == [
+        ASK["input"],
+        first.output_text,
+        *(item["content"] for item in items),
+    ]
     assert listed[1].id == first.output[0].id
-    assert [item.id for item in client.responses.input_items.list(second.id)] == [item.id for item in listed][::-1]
+    assert [item.id for item in client.responses.input_items.list(second.id)] == [
+        item.id for item in listed
+    ][::-1]
     for wrong in ({"limit": 0}, {"order": "up"}, {"after": "msg_0"}):
         with pytest.raises(openai.BadRequestError):
             client.responses.input_items.list(second.id, **wrong)
@@ -332,17 +431,28 @@ def test_input_items(client):
 
 def test_input_tokens(client):
     made = client.responses.create(**ASK, instructions="Be brief.", tools=[TOOL])
-    counted = client.responses.input_tokens.count(model="tiny", input=ASK["input"], instructions="Be brief.", tools=[TOOL])
+    counted = client.responses.input_tokens.count(
+        model="tiny", input=ASK["input"], instructions="Be brief.", tools=[TOOL]
+    )
     assert counted.input_tokens == made.usage.input_tokens
 
 
 def test_what_was_sent_is_taken_back(client):
     """As the client dumps it, as references, and by the id of the response: one prompt."""
-    forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300, "parallel_tool_calls": False}
+    forced = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_output_tokens": 300,
+        "parallel_tool_calls": False,
+    }
     first = client.responses.create(**ASK | forced)
     (call,) = first.output
     asked = {"role": "user", "content": [{"type": "input_text", "text": ASK["input"]}]}
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "at noon"}]}
+    result = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": [{"type": "input_text", "text": "at noon"}],
+    }
     ways = [
         {"input": [asked, call.model_dump(), result | {"id": "fco_1", "status": "completed"}]},
         {"input": [asked, {"type": "item_reference", "id": call.id}, result]},
@@ -352,8 +462,13 @@ def test_what_was_sent_is_taken_back(client):
     made = [client.responses.create(**ASK | way, tools=[TOOL]) for way in ways]
     assert len({(one.usage.input_tokens, one.output_text) for one in made}) == 1
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(**ASK | {"input": [asked, {"type": "item_reference", "id": "fc_0"}]})
-    assert client.get(f"/response_items/{call.id}", cast_to=httpx.Response).json()["call_id"] == call.call_id
+        client.responses.create(
+            **ASK | {"input": [asked, {"type": "item_reference", "id": "fc_0"}]}
+        )
+    assert (
+        client.get(f"/response_items/{call.id}", cast_to=httpx.Response).json()["call_id"]
+        == call.call_id
+    )
     with pytest.raises(openai.NotFoundError):
         client.get("/response_items/fc_0", cast_to=httpx.Response)
 
@@ -374,7 +489,11 @@ def test_items_as_messages():
     ]  # fmt: skip
     calls = [
         {"id": "c1", "type": "function", "function": {"name": "mcp__x__f", "arguments": "{}"}},
-        {"id": "c2", "type": "function", "function": {"name": "patch", "arguments": '{"input": "a\\nb"}'}},
+        {
+            "id": "c2",
+            "type": "function",
+            "function": {"name": "patch", "arguments": '{"input": "a\\nb"}'},
+        },
     ]
     assert messages_of(items) == [
         {"role": "system", "content": "Be brief."},
@@ -386,22 +505,36 @@ def test_items_as_messages():
 
 
 def test_conversations(client):
-    made = client.conversations.create(items=[{"role": "user", "content": "Hello."}], metadata={"a": "b"})
+    made = client.conversations.create(
+        items=[{"role": "user", "content": "Hello."}], metadata={"a": "b"}
+    )
     assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
     assert client.conversations.update(made.id, metadata={"a": "c"}).metadata == {"a": "c"}
-    added = client.conversations.items.create(made.id, items=[{"role": "user", "content": "Are you there?"}])
+    added = client.conversations.items.create(
+        made.id, items=[{"role": "user", "content": "Are you there?"}]
+    )
     assert added.data[0].content[0].text == "Are you there?"
     first = client.responses.create(**ASK, conversation=made.id)
     second = client.responses.create(**ASK | {"input": "And now?"}, conversation={"id": made.id})
     assert second.conversation.id == made.id
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
     texts = [item.content[0].text for item in client.conversations.items.list(made.id, order="asc")]
-    assert texts == ["Hello.", "Are you there?", ASK["input"], first.output_text, "And now?", second.output_text]
+    assert texts == [
+        "Hello.",
+        "Are you there?",
+        ASK["input"],
+        first.output_text,
+        "And now?",
+        second.output_text,
+    ]
     client.conversations.items.delete(added.data[0].id, conversation_id=made.id)
     with pytest.raises(openai.NotFoundError):
         client.conversations.items.retrieve(added.data[0].id, conversation_id=made.id)
     assert client.conversations.delete(made.id).deleted
-    for gone in (lambda: client.conversations.retrieve(made.id), lambda: client.responses.create(**ASK, conversation=made.id)):
+    for gone in (
+        lambda: client.conversations.retrieve(made.id),
+        lambda: client.responses.create(**ASK, conversation=made.id),
+    ):
         with pytest.raises(openai.NotFoundError):
             gone()
     with pytest.raises(openai.NotFoundError):
@@ -409,18 +542,31 @@ def test_conversations(client):
 
 
 def test_truncation(client):
-    """Of a conversation that is too long, the oldest turns go; what remains begins with a user's message."""
-    turns = [{"role": role, "content": f"{i} " + "x" * 500} for i in range(10) for role in ("user", "assistant")]
+    """Of a conversation that is too long, the oldest turns go; what remains begins with a user's
+    message."""
+    turns = [
+        {"role": role, "content": f"{i} " + "x" * 500}
+        for i in range(10)
+        for role in ("user", "assistant")
+    ]
     items = [*turns, {"role": "user", "content": "Well?"}]
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**ASK | {"input": items})
-    made = client.responses.create(**ASK | {"input": items}, instructions="Be brief.", truncation="auto")
+    made = client.responses.create(
+        **ASK | {"input": items}, instructions="Be brief.", truncation="auto"
+    )
     counted = [
-        client.responses.input_tokens.count(input=items[2 * num :], instructions="Be brief.").input_tokens for num in range(4, 10)
+        client.responses.input_tokens.count(
+            input=items[2 * num :], instructions="Be brief."
+        ).input_tokens
+        for num in range(4, 10)
     ]
-    assert made.usage.input_tokens == max(num for num in counted if num + ASK["max_output_tokens"] <= 4096)
+    assert made.usage.input_tokens == max(
+        num for num in counted if num + ASK["max_output_tokens"] <= 4096
+    )
     with pytest.raises(openai.BadRequestError):
-        client.responses.create(**ASK | {"input": "x" * 5000}, truncation="auto")  # a turn that does not fit by itself
+        # a turn that does not fit by itself
+        client.responses.create(**ASK | {"input": "x" * 5000}, truncation="auto")
 
 
 def test_custom_tools_and_allowed_tools(client):
@@ -432,17 +578,29 @@ def test_custom_tools_and_allowed_tools(client):
     assert call.type == "custom_tool_call"
     assert call.id.startswith("ctc_")
     assert re.fullmatch("[ab]{3}", call.input)
-    events = list(client.responses.create(**ASK | forced, tool_choice={"type": "custom", "name": "spell"}, stream=True))
+    events = list(
+        client.responses.create(
+            **ASK | forced, tool_choice={"type": "custom", "name": "spell"}, stream=True
+        )
+    )
     done = [event for event in events if event.type == "response.custom_tool_call_input.done"]
     assert [event.input for event in done] == [call.input]
     result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "well"}
-    assert client.responses.create(**ASK | {"input": [call.model_dump(), result]}, tools=tools).usage
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "high_water"}]}
+    assert client.responses.create(
+        **ASK | {"input": [call.model_dump(), result]}, tools=tools
+    ).usage
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "high_water"}],
+    }
     (call,) = client.responses.create(**ASK | forced, tool_choice=allowed).output
     assert call.name == "high_water"
     assert call.id.startswith("fc_")
     namespace = {"type": "namespace", "name": "mcp__sea", "description": "the sea", "tools": [TOOL]}
-    (call,) = client.responses.create(**ASK | forced | {"tools": [namespace]}, tool_choice="required").output
+    (call,) = client.responses.create(
+        **ASK | forced | {"tools": [namespace]}, tool_choice="required"
+    ).output
     assert (call.name, call.namespace) == ("high_water", "mcp__sea")
 
 
@@ -463,7 +621,9 @@ async def test_reasoning_and_calls_streamed_to_the_client():
 
     app = app_of(ResponseCodec, "/v1/responses", service)
     async with behind_our_protocol(app) as port:
-        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0
+        )
         tools = [TOOL, {"type": "custom", "name": "note"}]
         async with client.responses.stream(model="tiny", input="When?", tools=tools) as stream:
             events = [event async for event in stream]
@@ -476,7 +636,13 @@ async def test_reasoning_and_calls_streamed_to_the_client():
         expected += [item[0], *(kind.format(name) for kind in OF_TEXT), item[2]]
     arguments = "function_call_arguments"
     expected += [item[0], f"{arguments}.delta", f"{arguments}.done", item[2]]
-    expected += [item[0], "custom_tool_call_input.delta", "custom_tool_call_input.done", item[2], "completed"]
+    expected += [
+        item[0],
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        item[2],
+        "completed",
+    ]
     assert [event.type for event in events] == [f"response.{kind}" for kind in expected]
     thought, said, call, note = final.output
     assert thought.content[0].text == "The tide turns."
@@ -504,7 +670,11 @@ def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_by
     def fill(tenant, number):
         for i in range(number):
             items = [Item.of({"id": "i", "role": "user", "content": "x" * 40})]
-            store.put(tenant, f"r{i}", Stored.of(items, {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]}))
+            store.put(
+                tenant,
+                f"r{i}",
+                Stored.of(items, {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]}),
+            )
 
     fill("small", 2)
     fill("large", 50)

@@ -1,4 +1,5 @@
-"""The server's storage: what becomes of files and batches when the disk is full, or the state is damaged."""
+"""The server's storage: what becomes of files and batches when the disk is full, or the state is
+damaged."""
 
 import contextlib
 import errno
@@ -87,8 +88,17 @@ async def test_a_disk_that_is_full_when_a_file_is_synced(tmp_path, monkeypatch):
 async def test_a_deleted_batch_leaves_an_input_that_another_reads(tmp_path):
     async with opened(tmp_path) as storage:
         made = (await keep(storage))["id"]
-        files = {"input_file_id": made, "output_file_id": None, "error_file_id": None, "request_counts": {"total": 1}}
-        for name, status in (("batch_1", "completed"), ("batch_2", "in_progress"), ("batch_3", "completed")):
+        files = {
+            "input_file_id": made,
+            "output_file_id": None,
+            "error_file_id": None,
+            "request_counts": {"total": 1},
+        }
+        for name, status in (
+            ("batch_1", "completed"),
+            ("batch_2", "in_progress"),
+            ("batch_3", "completed"),
+        ):
             await storage.do(storage.add_batch, "me", "m", files | {"id": name, "status": status})
         await storage.do(storage.delete_batch, "me", "batch_1")
         assert storage.path(made).is_file()
@@ -98,9 +108,15 @@ async def test_a_deleted_batch_leaves_an_input_that_another_reads(tmp_path):
 
 
 async def test_a_batch_ends_wholly_or_not_at_all(tmp_path, monkeypatch):
-    """No room for its files, then cancelled while they were written: its answers are kept, and nothing else."""
+    """No room for its files, then cancelled while they were written: its answers are kept, and
+    nothing else."""
     storage = Storage(tmp_path, 10**6)
-    batch = {"id": "batch_1", "status": "in_progress", "input_file_id": "f", "request_counts": {"total": 2}}
+    batch = {
+        "id": "batch_1",
+        "status": "in_progress",
+        "input_file_id": "f",
+        "request_counts": {"total": 2},
+    }
     await storage.do(storage.add_batch, "me", "m", batch)
     await storage.do(storage.add_result, "batch_1", 1, False, b'{"a": 1}')
 
@@ -139,7 +155,9 @@ async def test_files_expire_and_leftovers_are_removed(tmp_path):
     storage = Storage(tmp_path, 10**6)
     await keep(storage, expire_s=-1)
     kept = await keep(storage)
-    assert [one["id"] for one in (await storage.do(storage.files, "me", None, None, 10, "asc"))[0]] == [kept["id"]]
+    assert [
+        one["id"] for one in (await storage.do(storage.files, "me", None, None, 10, "asc"))[0]
+    ] == [kept["id"]]
     storage.close()
     Path(tmp_path / "files" / "file-cut-off").write_bytes(b"half")
     again = Storage(tmp_path, 10**6)
@@ -151,7 +169,12 @@ async def test_files_expire_and_leftovers_are_removed(tmp_path):
 # ---- damaged state
 
 DATABASE = "state.sqlite3"
-BATCH = {"id": "batch_1", "status": "in_progress", "input_file_id": "f", "request_counts": {"total": 2}}
+BATCH = {
+    "id": "batch_1",
+    "status": "in_progress",
+    "input_file_id": "f",
+    "request_counts": {"total": 2},
+}
 
 
 def overwrite(path):
@@ -192,7 +215,8 @@ async def test_a_damaged_database_is_reported_and_set_aside(tmp_path, caplog, da
         storage.close()
         storage = Storage(tmp_path, 10**6)
     damage(tmp_path / DATABASE)
-    if is_running and damage is overwrite:  # SQLite has pages in memory, and reads the file when it needs others
+    # SQLite has pages in memory, and reads the file when it needs others
+    if is_running and damage is overwrite:
         await storage.do(storage._rows, "PRAGMA shrink_memory")
     with caplog.at_level(logging.ERROR), pytest.raises(StorageDamaged) as refused:
         await storage.do(storage.files, "me", None, None, 100, "asc")
@@ -203,7 +227,8 @@ async def test_a_damaged_database_is_reported_and_set_aside(tmp_path, caplog, da
     assert any(name.startswith("files.damaged-") for name in moved)
     assert any(name.startswith(f"{DATABASE}.damaged-") for name in moved) or damage is Path.unlink
     (contents,) = tmp_path.glob("files.damaged-*")
-    assert sorted(path.name for path in contents.iterdir()) == sorted(one["id"] for one in kept)  # nothing is deleted
+    # nothing is deleted
+    assert sorted(path.name for path in contents.iterdir()) == sorted(one["id"] for one in kept)
     again = await keep(storage)  # the server goes on
     assert (await storage.do(storage.file_with_path, "me", again["id"]))[1].read_bytes() == b"x"
     if damage is not Path.unlink:
@@ -246,7 +271,9 @@ async def test_an_upload_does_not_survive_damage_in_part(tmp_path):
             await storage.do(storage.unfinished)
         await upload.write(b"second half")
         with pytest.raises(StorageUnavailable):
-            await upload.keep("me", file_object(upload.file_id, upload.num_bytes, "f", "batch", None))
+            await upload.keep(
+                "me", file_object(upload.file_id, upload.num_bytes, "f", "batch", None)
+            )
         await upload.end()
         assert not list((tmp_path / "files").iterdir())
 
@@ -267,7 +294,8 @@ async def test_lost_content_is_reported(tmp_path, caplog, lose, why):
             await storage.do(storage.file_with_path, "me", kept["id"])
         assert refused.value.status == 410
         assert kept["id"] in caplog.text
-        assert await storage.do(storage.file, "me", kept["id"]) == kept  # its record is still there, and can be deleted
+        # its record is still there, and can be deleted
+        assert await storage.do(storage.file, "me", kept["id"]) == kept
         await storage.do(storage.delete_file, "me", kept["id"])
         await storage.do(storage.file_with_path, "me", other["id"])
         subprocess.run(["rm", "-r", tmp_path / "files"], check=True)
@@ -283,7 +311,11 @@ async def test_lost_content_is_reported(tmp_path, caplog, lose, why):
 def mounted(folder, size):
     """A disk of its own."""
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode:
         pytest.skip(f"a disk cannot be mounted here: {made.stderr.strip()}")
     try:
@@ -320,7 +352,9 @@ async def test_a_full_disk_is_always_reported_as_one(small_disk, is_open):
                     await keep(storage, b"y" * 20_000)
                     await storage.do(storage.add_batch, "me", "m", BATCH)
                     await storage.do(storage.add_result, "batch_1", 1, False, b"z" * 20_000)
-                    await storage.do(storage.finish, "me", "batch_1", "in_progress", "completed", None)
+                    await storage.do(
+                        storage.finish, "me", "batch_1", "in_progress", "completed", None
+                    )
                     outcomes.append("done")
                 except StorageFull:
                     outcomes.append("full")
@@ -396,10 +430,13 @@ async def test_a_full_disk_answers_507(small_disk):
 
 
 @pytest.mark.parametrize(
-    "ranges", ["0-,", "0-1,", "-1,", "5-6,0-,", ",", "-,", "x-y,", f"{'9' * 5000}-,", "1-0,"], ids=lambda ranges: ranges[:10]
+    "ranges",
+    ["0-,", "0-1,", "-1,", "5-6,0-,", ",", "-,", "x-y,", f"{'9' * 5000}-,", "1-0,"],
+    ids=lambda ranges: ranges[:10],
 )
 async def test_hostile_range_headers(tmp_path, ranges):
-    """Overlapping ranges are merged: a response is never longer than the file and the headers of its parts."""
+    """Overlapping ranges are merged: a response is never longer than the file and the headers of
+    its parts."""
     async with opened(tmp_path) as storage, client_of(storage) as client:
         file_id = (await upload_over_http(client, bytes(1000))).json()["id"]
         header = "bytes=" + ranges * (60_000 // len(ranges))

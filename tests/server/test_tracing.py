@@ -60,19 +60,24 @@ def cancelled_id(server) -> str:
     body = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     headers = KEY | {"X-Request-Id": "left"}
     for _ in range(50):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as reply:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body, headers=headers
+        ) as reply:
             lines = reply.iter_lines()
             first = next(line for line in lines if line.startswith('data: {"id"'))
             done = httpx.delete(f"{server.url}/v1/requests/left", headers=KEY)
             rest = list(lines)
-        if done.status_code == 200 and '"finish_reason":"length"' not in "".join([first, *rest]):  # one chunk may be all of it
+        # one chunk may be all of it
+        if done.status_code == 200 and '"finish_reason":"length"' not in "".join([first, *rest]):
             return json.loads(first[6:])["id"]
     raise AssertionError("every request ended before it was cancelled")
 
 
 def test_a_stop_string_and_a_cancellation(tenants, collector):
     text = complete(tenants, max_tokens=20)["choices"][0]["text"]
-    (span,) = collector.wait("text_completion tiny", complete(tenants, max_tokens=3000, stop=text[2:4])["id"])
+    (span,) = collector.wait(
+        "text_completion tiny", complete(tenants, max_tokens=3000, stop=text[2:4])["id"]
+    )
     assert values(span)["gen_ai.response.finish_reasons"] == ["stop"]
     (span,) = collector.wait("text_completion tiny", cancelled_id(tenants))
     assert values(span)["error.type"] == "request_cancelled"
@@ -81,7 +86,9 @@ def test_a_stop_string_and_a_cancellation(tenants, collector):
 
 def test_a_client_that_does_not_want_its_trace_recorded(tenants, collector):
     headers = KEY | {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    quiet = httpx.post(f"{tenants.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).json()
+    quiet = httpx.post(
+        f"{tenants.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers
+    ).json()
     headers = KEY | {"traceparent": "x" * 1000}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     odd = httpx.post(f"{tenants.url}/v1/chat/completions", json=chat, headers=headers).json()
@@ -104,7 +111,9 @@ def test_what_turns_it_on(monkeypatch):
     assert tracing.make_tracing("http://h:1", {"OTEL_SDK_DISABLED": "true"}) is None
     with pytest.raises(ConfigError, match="Give an address"):
         tracing.make_tracing("h:1", {})
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setitem(
+        __import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
+    )
     with pytest.raises(ConfigError, match=r"pip install 'tidemill\[otel\]'"):
         tracing.make_tracing("http://h:1", {})
     assert tracing.make_tracing(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1"}) is None

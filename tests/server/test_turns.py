@@ -1,5 +1,6 @@
-"""One client must not keep the event loop from others: long backlogs and large bodies are formatted in bounded pieces, and what
-one response may hold is bounded. Counted in turns of the event loop, not in seconds."""
+"""One client must not keep the event loop from others: long backlogs and large bodies are formatted
+in bounded pieces, and what one response may hold is bounded. Counted in turns of the event loop,
+not in seconds."""
 
 import asyncio
 import json
@@ -35,13 +36,21 @@ from tidemill.types.wire import Delta, TokenLogprobs, logprob_pieces
 in_the_loop = pytest.mark.asyncio(loop_scope="module")  # of the engine
 BYTES_PER_TURN = 128 * CELLS_PER_TURN  # of JSON; a cell takes some 60
 N, LENGTH = 8, 150
-BACKLOG = {"prompt": "x", "n": N, "max_tokens": LENGTH, "ignore_eos": True, "logprobs": 20, "seed": 1}
+BACKLOG = {
+    "prompt": "x",
+    "n": N,
+    "max_tokens": LENGTH,
+    "ignore_eos": True,
+    "logprobs": 20,
+    "seed": 1,
+}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 20}
 PROMPT = [5 + i % 250 for i in range(3000)]
 
 
 class Behind(EngineClient):
-    """The deltas of a sample arrive as one, when all have been generated: as if the reader had been away meanwhile."""
+    """The deltas of a sample arrive as one, when all have been generated: as if the reader had been
+    away meanwhile."""
 
     num_left_early = 0
     ticker = None
@@ -58,7 +67,8 @@ class Behind(EngineClient):
                 yield msgspec.structs.replace(
                     parts[-1],
                     token_ids=[token for part in parts for token in part.token_ids],
-                    logprobs=parts[0].logprobs and [entry for part in parts for entry in part.logprobs],
+                    logprobs=parts[0].logprobs
+                    and [entry for part in parts for entry in part.logprobs],
                     prompt_pieces=parts[0].prompt_pieces,
                 )
         finally:
@@ -70,7 +80,14 @@ async def service(roomy_folder):
     client = Behind()
     await client.start(EngineOptions(model=str(roomy_folder), threads=1))
     metrics, explainer = Metrics(), Explainer()
-    made = Service(client, Tokenizer.load(roomy_folder), "tiny", metrics, explainer, Live(client, metrics, explainer))
+    made = Service(
+        client,
+        Tokenizer.load(roomy_folder),
+        "tiny",
+        metrics,
+        explainer,
+        Live(client, metrics, explainer),
+    )
     yield made
     made.close()
     await client.close()
@@ -78,8 +95,14 @@ async def service(roomy_folder):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service, tmp_path_factory):
-    storage, access, models = Storage(tmp_path_factory.mktemp("data"), 2**20), Access(), Models([service])
-    yield create_app(models, access, storage, Batches(models, ENDPOINTS, storage, access.caller_of, None), None)
+    storage, access, models = (
+        Storage(tmp_path_factory.mktemp("data"), 2**20),
+        Access(),
+        Models([service]),
+    )
+    yield create_app(
+        models, access, storage, Batches(models, ENDPOINTS, storage, access.caller_of, None), None
+    )
     storage.close()
 
 
@@ -103,10 +126,18 @@ class Ticker:
 
 
 async def call(app, path, body=None, on_send=None):
-    """Status and body of a request to the app. `on_send(data)`: sees what is sent; True: the client leaves. Sending never waits,
-    as for a client that reads fast enough, or has left."""
+    """Status and body of a request to the app. `on_send(data)`: sees what is sent; True: the client
+    leaves. Sending never waits, as for a client that reads fast enough, or has left."""
     left, parts, status = asyncio.Event(), [], 0
-    asked = iter([{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode(), "more_body": False}])
+    asked = iter(
+        [
+            {
+                "type": "http.request",
+                "body": b"" if body is None else json.dumps(body).encode(),
+                "more_body": False,
+            }
+        ]
+    )
 
     async def receive():
         if (message := next(asked, None)) is not None:
@@ -131,7 +162,11 @@ async def call(app, path, body=None, on_send=None):
 
 
 def choices_of(data):
-    return [json.loads(line[6:])["choices"][0] for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+    return [
+        json.loads(line[6:])["choices"][0]
+        for line in data.split(b"\n\n")
+        if line.startswith(b"data: {")
+    ]
 
 
 @in_the_loop
@@ -161,7 +196,9 @@ async def test_others_are_served_between_the_pieces_of_a_backlog(app, chat):
     assert status == 200
     choices = choices_of(data)
     if chat:
-        num_tokens = sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"])
+        num_tokens = sum(
+            len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]
+        )
     else:
         num_tokens = sum(len(choice["logprobs"]["tokens"]) for choice in choices)
     assert num_tokens == N * LENGTH
@@ -188,7 +225,14 @@ async def test_a_reader_who_leaves_amid_a_backlog_ends_it(app, service):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_large_body_is_made_in_pieces(app, service, stream):
     """Prompt logprobs come all at once, and in a whole response so does everything."""
-    body = {"prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 20, "echo": True, "logprobs": 20, "stream": stream}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "prompt_logprobs": 20,
+        "echo": True,
+        "logprobs": 20,
+        "stream": stream,
+    }
     async with Ticker() as ticker:
         service.client.ticker = ticker
         status, data = await call(app, "/v1/completions", body)
@@ -202,7 +246,8 @@ async def test_a_large_body_is_made_in_pieces(app, service, stream):
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert len(choice["logprobs"][name]) == len(PROMPT) + 1
     assert choice["logprobs"]["token_logprobs"][0] is None
-    assert len(data) * MAX_LOGPROB_CELLS / cells < 40 * 2**20  # what a response of as many as are allowed would take
+    # what a response of as many as are allowed would take
+    assert len(data) * MAX_LOGPROB_CELLS / cells < 40 * 2**20
 
 
 @in_the_loop
@@ -226,7 +271,11 @@ async def limit_of(num_prompts, context=4096, default=None, **body):
     service = ScriptedService([], num_prompt=len(PROMPT))
     service.max_context, service.defaults = context, SimpleNamespace(limit=default)
     service.with_defaults = lambda params, ids: params
-    codec, body = (ChatCodec, body) if "messages" in body else (CompletionCodec, {"prompt": [PROMPT] * num_prompts} | body)
+    codec, body = (
+        (ChatCodec, body)
+        if "messages" in body
+        else (CompletionCodec, {"prompt": [PROMPT] * num_prompts} | body)
+    )
     asked = codec.body_type(**body)
     codec = endpoint_of(codec, service, asked, "/")
     await codec.begin()
@@ -244,7 +293,8 @@ async def limit_of(num_prompts, context=4096, default=None, **body):
         (8, {"prompt_logprobs": 20}, None),
         (1, {"logprobs": 20, "n": 25, "max_tokens": 1000}, "logprobs"),
         (1, {"logprobs": 20, "n": 24, "max_tokens": 1000}, None),
-        (1, {"logprobs": 20, "n": 25, "max_tokens": 1000, "stream": True}, None),  # is not held as a whole
+        # is not held as a whole
+        (1, {"logprobs": 20, "n": 25, "max_tokens": 1000, "stream": True}, None),
         (1, {"logprobs": 20, "best_of": 25, "max_tokens": 1000}, "logprobs"),
         (32, {"logprobs": 0, "max_tokens": 1000}, None),
         (1, {"n": 128, "max_tokens": 1000}, None),
@@ -269,23 +319,40 @@ async def test_without_max_tokens_the_output_ends_where_its_logprobs_no_longer_f
     assert await limit_of(1, 131072, **body, stream=True) is None
     assert await limit_of(1, 131072, 1024, **body) is None  # the default is less
 
-    with pytest.raises(InvalidRequest, match="min_tokens"):  # and does not count if more is asked for
+    # and does not count if more is asked for
+    with pytest.raises(InvalidRequest, match="min_tokens"):
         await limit_of(1, 131072, 1024, **body, min_tokens=50_000)
 
 
 @pytest.mark.parametrize("top", [None, 0, 20, 3000])
 def test_a_delta_in_pieces_adds_up(top):
     tokens = list(range(5000))
-    logprobs = None if top is None else [TokenLogprobs(token, -1.0, [(7, -2.0)] * top) for token in tokens[:500]]
+    logprobs = (
+        None
+        if top is None
+        else [TokenLogprobs(token, -1.0, [(7, -2.0)] * top) for token in tokens[:500]]
+    )
     tokens = tokens[: len(logprobs)] if logprobs else tokens
-    whole = Delta("r", 0, tokens, "length", logprobs, logprob_pieces([TokenLogprobs(1, -1.0, [])]), num_cached=3)
+    whole = Delta(
+        "r",
+        0,
+        tokens,
+        "length",
+        logprobs,
+        logprob_pieces([TokenLogprobs(1, -1.0, [])]),
+        num_cached=3,
+    )
     pieces = list(in_pieces(whole))
     assert [token for piece in pieces for token in piece.token_ids] == tokens
     assert logprobs is None or [entry for piece in pieces for entry in piece.logprobs] == logprobs
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert [piece.prompt_logprobs is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.prompt_logprobs is not None for piece in pieces] == [True] + [False] * (
+        len(pieces) - 1
+    )
     assert all(num_cells(piece) <= max(CELLS_PER_TURN, (top or 0) + 1) for piece in pieces)
-    assert [piece.token_ids for piece in in_pieces(whole, one_by_one=True)] == [[token] for token in tokens]
+    assert [piece.token_ids for piece in in_pieces(whole, one_by_one=True)] == [
+        [token] for token in tokens
+    ]
 
 
 @in_the_loop
@@ -312,7 +379,10 @@ async def test_several_prompts_are_merged_without_a_backlog():
 @in_the_loop
 async def test_many_texts_of_a_request_are_tokenized_in_turns(app):
     texts = ["x" * 1000] * 200
-    too_many = {"/v1/completions": {"prompt": texts, "n": 9}, "/v1/embeddings": {"input": texts, "dimensions": 10**6}}
+    too_many = {
+        "/v1/completions": {"prompt": texts, "n": 9},
+        "/v1/embeddings": {"input": texts, "dimensions": 10**6},
+    }
     for path, body in too_many.items():  # refused here, after tokenization
         async with Ticker() as ticker:
             status, _ = await call(app, path, body)

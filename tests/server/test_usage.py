@@ -38,13 +38,25 @@ def submitted(at, tenant, num_prompt=4, request="x"):
 
 def seconds(ledger, now):
     tenants, idle, own = ledger.read(now)
-    return {name: (account.device_s, account.host_s) for name, account in tenants.items()}, idle.seconds, own.seconds
+    return (
+        {name: (account.device_s, account.host_s) for name, account in tenants.items()},
+        idle.seconds,
+        own.seconds,
+    )
 
 
 def test_a_step_is_shared_by_the_tokens_computed():
     ledger = Ledger()
-    ledger.take([submitted(1.0, "a"), submitted(1.0, "b"), events.LoopTimed(2.0, messages_s=0.25, idle_s=0.75)])
-    ledger.take([planned(2.5, 0, a=3, b=1), events.StepDone(6.5, 0, 4.0, 1, launch_s=0.25, commit_s=0.25)])
+    ledger.take(
+        [
+            submitted(1.0, "a"),
+            submitted(1.0, "b"),
+            events.LoopTimed(2.0, messages_s=0.25, idle_s=0.75),
+        ]
+    )
+    ledger.take(
+        [planned(2.5, 0, a=3, b=1), events.StepDone(6.5, 0, 4.0, 1, launch_s=0.25, commit_s=0.25)]
+    )
     # of the 0.25 s before and 0.5 s of planning, and of 4 s with 0.5 s of the host
     assert seconds(ledger, 6.5) == ({"a": (2.625, 0.9375), "b": (0.875, 0.3125)}, 0.75, 0.0)
     assert seconds(ledger, 8.5)[1] == 2.75  # nothing is computed
@@ -56,7 +68,14 @@ def test_a_step_is_shared_by_the_tokens_computed():
 def test_steps_that_are_launched_ahead_are_counted_once():
     ledger = Ledger()
     ledger.take([submitted(1.0, "a"), submitted(1.0, "b"), events.LoopTimed(1.0, idle_s=1.0)])
-    ledger.take([planned(1.0, 0, a=1), planned(2.0, 1, b=1), events.StepDone(4.0, 0, 3.0, 1), planned(5.0, 2, a=1)])
+    ledger.take(
+        [
+            planned(1.0, 0, a=1),
+            planned(2.0, 1, b=1),
+            events.StepDone(4.0, 0, 3.0, 1),
+            planned(5.0, 2, a=1),
+        ]
+    )
     ledger.take([events.StepDone(6.0, 1, 4.0, 1), events.StepDone(7.0, 2, 2.0, 1)])
     assert seconds(ledger, 7.0) == ({"a": (4.0, 0.0), "b": (2.0, 0.0)}, 1.0, 0.0)
 
@@ -64,7 +83,13 @@ def test_steps_that_are_launched_ahead_are_counted_once():
 def test_a_lost_engine_is_nobodys():
     ledger = Ledger()
     ledger.take([submitted(1.0, "a"), events.LoopTimed(1.0, idle_s=1.0), planned(1.0, 0, a=1)])
-    ledger.take([events.EngineDown(3.0, "killed"), events.EngineRestarted(8.0, "killed", 1), events.LoopTimed(9.0, idle_s=0.5)])
+    ledger.take(
+        [
+            events.EngineDown(3.0, "killed"),
+            events.EngineRestarted(8.0, "killed", 1),
+            events.LoopTimed(9.0, idle_s=0.5),
+        ]
+    )
     tenants, idle_s, own_s = seconds(ledger, 9.0)
     assert (tenants["a"], idle_s, own_s) == ((0.0, 0.0), 1.5, 7.0)
 
@@ -72,8 +97,19 @@ def test_a_lost_engine_is_nobodys():
 def test_an_engine_of_another_machine_has_another_clock():
     ledger, ahead = Ledger(), time.monotonic() + 1e6
     ledger.take([events.ModelLoaded(time.monotonic(), "x", 1, 1.0), submitted(ahead, "a")])
-    ledger.take([events.LoopTimed(ahead, idle_s=1.0), planned(ahead, 0, a=1), events.StepDone(ahead + 2, 0, 2.0, 1)])
-    ledger.take([events.EngineDown(time.monotonic(), "lost"), events.EngineRestarted(time.monotonic(), "lost", 0)])
+    ledger.take(
+        [
+            events.LoopTimed(ahead, idle_s=1.0),
+            planned(ahead, 0, a=1),
+            events.StepDone(ahead + 2, 0, 2.0, 1),
+        ]
+    )
+    ledger.take(
+        [
+            events.EngineDown(time.monotonic(), "lost"),
+            events.EngineRestarted(time.monotonic(), "lost", 0),
+        ]
+    )
     tenants, idle, own = ledger.read(time.monotonic())
     assert tenants["a"].seconds == pytest.approx(2)
     assert idle.seconds == pytest.approx(1)
@@ -98,10 +134,17 @@ def test_tokens_of_samples_and_of_aborted_requests():
     ledger = Ledger()
     for sample in ("a/x/0:0", "a/x/0:1", "a/y/0"):
         ledger.take([events.Submitted(1.0, sample, 10, tenant="a")])
-    ledger.take([events.Finished(2.0, f"a/x/0:{i}", "stop", 10, 5, 8, 0.0, 0.0, 0.0) for i in range(2)])
+    ledger.take(
+        [events.Finished(2.0, f"a/x/0:{i}", "stop", 10, 5, 8, 0.0, 0.0, 0.0) for i in range(2)]
+    )
     ledger.take([events.Aborted(2.0, "a/y/0", "client left", 3)])
     account = ledger.accounts["a"]
-    assert (account.num_requests, account.num_prompt, account.num_cached, account.num_output) == (3, 20, 8, 13)
+    assert (account.num_requests, account.num_prompt, account.num_cached, account.num_output) == (
+        3,
+        20,
+        8,
+        13,
+    )
     assert not ledger._live
     assert not ledger._tenant_of
 
@@ -109,7 +152,13 @@ def test_tokens_of_samples_and_of_aborted_requests():
 def test_there_are_not_more_rows_than_tenants_at_most():
     ledger = Ledger()
     for i in range(MAX_TENANTS + 5):
-        ledger.take([submitted(1.0, f"t{i}"), planned(1.0, i, **{f"t{i}": 1}), events.StepDone(1.5, i, 0.5, 1)])
+        ledger.take(
+            [
+                submitted(1.0, f"t{i}"),
+                planned(1.0, i, **{f"t{i}": 1}),
+                events.StepDone(1.5, i, 0.5, 1),
+            ]
+        )
     assert len(ledger.accounts) == MAX_TENANTS + 1
     assert ledger.accounts[OTHERS].num_requests == 5
     told = usage.Usage(lambda: [ledger])
@@ -122,14 +171,24 @@ def test_an_engines_own_events_add_up_to_its_time(tiny_folder):
     core, ledger = make_core(load_model(tiny_folder), max_requests=4, token_budget=32), Ledger()
     for i in range(8):
         tenant = "ab"[i % 2]
-        core.submit(Submit(f"{tenant}/r{i}/0", [i + 1] * 40, SamplingParams(max_tokens=6, ignore_eos=True), tenant=tenant))
+        core.submit(
+            Submit(
+                f"{tenant}/r{i}/0",
+                [i + 1] * 40,
+                SamplingParams(max_tokens=6, ignore_eos=True),
+                tenant=tenant,
+            )
+        )
     core.host_times.mark("messages")
     emitted = []
     while core.has_work:
         emitted += core.step()[0].events
         core.host_times.mark("outputs")
     ledger.take(emitted)
-    first, ended = next(event for event in emitted if isinstance(event, events.LoopTimed)), time.monotonic()
+    first, ended = (
+        next(event for event in emitted if isinstance(event, events.LoopTimed)),
+        time.monotonic(),
+    )
     begun = first.time_s - first.messages_s - first.outputs_s - first.idle_s - first.gc_s
     tenants, idle, own = ledger.read(ended)
     every = [*tenants.values(), idle, own]
@@ -140,7 +199,14 @@ def test_an_engines_own_events_add_up_to_its_time(tiny_folder):
 
 def test_metrics_have_the_rows():
     metrics = Metrics()
-    metrics.take([submitted(1.0, "a"), events.LoopTimed(2.0, idle_s=0.5), planned(2.0, 0, a=2), events.StepDone(3.0, 0, 1.0, 1)])
+    metrics.take(
+        [
+            submitted(1.0, "a"),
+            events.LoopTimed(2.0, idle_s=0.5),
+            planned(2.0, 0, a=2),
+            events.StepDone(3.0, 0, 1.0, 1),
+        ]
+    )
     metrics.ledger.accounts["a"].joules = 7.0
     text = metrics.render().decode()
     for line in (
@@ -215,7 +281,9 @@ def test_joules_go_where_the_time_went():
 
 @pytest.fixture(scope="module")
 def with_admin(tiny_folder):
-    running = Server(tiny_folder, *(word for key in KEYS for word in ("--api-key", key)), "--admin-key", ADMIN).wait()
+    running = Server(
+        tiny_folder, *(word for key in KEYS for word in ("--api-key", key)), "--admin-key", ADMIN
+    ).wait()
     yield running
     assert running.stop() == 0
 
@@ -228,7 +296,11 @@ def usage_of(server, key=None):
 def generate(server, key, **fields):
     body = {"prompt": "The ledger", "max_tokens": 8, "ignore_eos": True} | fields
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).raise_for_status().json()
+    return (
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        .raise_for_status()
+        .json()
+    )
 
 
 def test_rows_over_http(with_admin):
@@ -248,7 +320,8 @@ def test_rows_over_http(with_admin):
     usages = [answer["usage"] for answer in (first, second)]
     assert sum(row["prompt_tokens"] for row in rows) == sum(one["prompt_tokens"] for one in usages)
     assert all(row["device_ms"] > 0 < row["server_ms"] for row in rows if row["output_tokens"])
-    # what an engine's clock shows: it has been up for this long, and the server's CPU time comes on top
+    # what an engine's clock shows: it has been up for this long, and the server's CPU time comes on
+    # top
     engines_ms = sum(row["device_ms"] + row["host_ms"] for row in rows)
     assert engines_ms <= 1000 * (time.time() - found["since"]) + 2000
     again = usage_of(with_admin, ADMIN)

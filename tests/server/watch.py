@@ -1,4 +1,5 @@
-"""What others notice: a stream read in a process of its own while something else goes on, and how much memory a server holds."""
+"""What others notice: a stream read in a process of its own while something else goes on, and how
+much memory a server holds."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ print(json.dumps(gaps))
 
 
 class Bystander:
-    """A normal client that streams for some seconds; `gaps` are the times between its tokens, sorted."""
+    """A normal client that streams for some seconds; `gaps` are the times between its tokens,
+    sorted."""
 
     def __init__(self, server: Server, seconds: float) -> None:
         command = [sys.executable, "-c", _READER, str(server.port), str(seconds)]
@@ -57,7 +59,11 @@ def resident_mb(server: Server) -> float:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
 
 
 def _resident_mb(pid: int) -> float:

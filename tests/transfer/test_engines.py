@@ -1,4 +1,5 @@
-"""Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit, whatever becomes of the pages."""
+"""Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit,
+whatever becomes of the pages."""
 
 import random
 import sys
@@ -9,7 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from tests.engine.test_tiers import FreeMoves
-from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
+from tests.helpers import (
+    KINDS_OF_CACHE,
+    LONG_S,
+    Answer,
+    engine_config,
+    greedy,
+    load_model,
+    make_llama,
+    model_with_cache,
+    run,
+)
 from tests.helpers import take as take_step
 from tests.waiting import until
 from tidemill.distributed.transfer import exporter as exporting
@@ -58,7 +69,12 @@ def expected(llama) -> dict[str, Answer]:
 
 
 def make_core(model, weights: bytes = b"w", **options) -> EngineCore:
-    given = {"max_context": 256, "max_requests": 8, "token_budget": 32, "kv_memory_bytes": 2**22} | options
+    given = {
+        "max_context": 256,
+        "max_requests": 8,
+        "token_budget": 32,
+        "kv_memory_bytes": 2**22,
+    } | options
     core = core_of(model, engine_config(model, **given), None, None, weights)
     if core.scheduler.kv.offload.tiers is not None:
         core.scheduler.kv.offload.tiers.costs = FreeMoves()
@@ -75,16 +91,26 @@ def watched(core: EngineCore, requests) -> tuple[dict[str, Answer], list[events.
 
 def prefill(core: EngineCore) -> tuple[dict[str, Answer], list[events.Event]]:
     """What a prefill engine is asked: one token of each."""
-    return watched(core, {name: (ids, replace(params, max_tokens=1)) for name, (ids, params) in PROMPTS.items()})
+    return watched(
+        core,
+        {name: (ids, replace(params, max_tokens=1)) for name, (ids, params) in PROMPTS.items()},
+    )
 
 
 def has_learned(core: EngineCore, num: int) -> None:
     """Until it knows of so many pages; they are not fetched yet."""
-    until(lambda: core.part(PageMoves).take() or len(core.scheduler.kv.offload.tiers.peers) >= num, 0.001)
+    until(
+        lambda: core.part(PageMoves).take() or len(core.scheduler.kv.offload.tiers.peers) >= num,
+        0.001,
+    )
 
 
 def moved(happened, tier: str, is_load: bool) -> int:
-    return sum(one.num_pages for one in kinds(happened, events.PagesMoved) if (one.tier, one.is_load) == (tier, is_load))
+    return sum(
+        one.num_pages
+        for one in kinds(happened, events.PagesMoved)
+        if (one.tier, one.is_load) == (tier, is_load)
+    )
 
 
 def kinds(happened, kind):
@@ -97,7 +123,8 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     first, second = make_core(model, kv_export="shm:a:4M"), make_core(model, kv_import="shm:a")
     begun, happened = prefill(first)
     num = len(first.scheduler.kv.offload.tiers.exports)
-    while moved(happened, "export", is_load=False) < num:  # the last ones are told after the last step
+    # the last ones are told after the last step
+    while moved(happened, "export", is_load=False) < num:
         first.part(PageMoves).take()
         happened += first.take_events()
     assert moved(happened, "export", is_load=False) == num > 0
@@ -138,7 +165,10 @@ def test_pages_come_from_another_host(llama, expected, tmp_path, port, kind):
     (tmp_path / "key").write_text("0123456789abcdef")
     address = f"{kind}:127.0.0.1:{port}"
     key = {"kv_key_file": str(tmp_path / "key")}
-    first, second = make_core(llama, kv_export=f"{address}:4M", **key), make_core(llama, kv_import=address, **key)
+    first, second = (
+        make_core(llama, kv_export=f"{address}:4M", **key),
+        make_core(llama, kv_import=address, **key),
+    )
     prefill(first)
     has_learned(second, 27)
     answers, happened = watched(second, PROMPTS)
@@ -148,7 +178,9 @@ def test_pages_come_from_another_host(llama, expected, tmp_path, port, kind):
     second.close()
 
 
-def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected, monkeypatch):
+def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(
+    llama, expected, monkeypatch
+):
     monkeypatch.setattr(deferred, "_EXPORT_S", LONG_S)
     monkeypatch.setattr(exporting, "_PATIENCE_S", LONG_S)
     core = make_core(llama, kv_export="shm:a:4M")
@@ -182,7 +214,8 @@ def test_pages_are_exported_while_the_prompt_is_computed(llama):
         seen.append(len(exporter.journal._slots))
         if any(delta.token_ids for delta in output.deltas):
             break
-    assert seen == [0, 2, 4, 6, 9] or seen == [0, 2, 4, 6, 8], seen  # of five chunks, each after the next has begun
+    # of five chunks, each after the next has begun
+    assert seen == [0, 2, 4, 6, 9] or seen == [0, 2, 4, 6, 8], seen
     core.close()
 
 
@@ -190,7 +223,10 @@ def test_an_exporter_that_dies_in_between_costs_time_only(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    fetch, importer = second.runner.mover.outside.importer.fetch, second.runner.mover.outside.importer
+    fetch, importer = (
+        second.runner.mover.outside.importer.fetch,
+        second.runner.mover.outside.importer,
+    )
     fetched = []
 
     def die(*args):
@@ -358,7 +394,9 @@ def test_engines_with_other_pages_are_refused(llama):
     with pytest.raises(PeerMismatch, match="another weights") as refused:
         make_core(llama, weights=b"others", kv_import="shm:a")
     assert "same version, model" in refused.value.fix
-    with pytest.raises(PeerMismatch, match=r"another page layout.*another page size \(16, here 8\)"):
+    with pytest.raises(
+        PeerMismatch, match=r"another page layout.*another page size \(16, here 8\)"
+    ):
         make_core(llama, page_size=8, kv_import="shm:a")
     with pytest.raises(PeerMismatch, match=r"another KV format \(float32, here float16\)"):
         make_core(llama, kv_dtype="float16", kv_import="shm:a")
@@ -383,9 +421,18 @@ def test_engines_with_other_pages_are_refused(llama):
         ({"kv_import": "shm:a", "kv_export": "shm:a:1G"}, "names the address of kv_export"),
         ({"kv_import": "shm:a", "prefix_index": "radix"}, "prefix index hash"),
         ({"kv_export": "shm:a", "prefix_caching": False}, "no prefix caching"),
-        ({"kv_export": "nixl:127.0.0.1:1", "tensor_parallel": 2}, "cannot be combined with --kv-export or --kv-import by nixl"),
-        ({"kv_export": "tcp:host:65535", "kv_key_file": "key", "tensor_parallel": 2}, "2 ranks take the ports 65535 to 65536"),
-        ({"kv_import": "tcp:h:8,tcp:g:7,tcp:h:7", "kv_key_file": "key", "tensor_parallel": 2}, "the ports 7 to 8 of h"),
+        (
+            {"kv_export": "nixl:127.0.0.1:1", "tensor_parallel": 2},
+            "cannot be combined with --kv-export or --kv-import by nixl",
+        ),
+        (
+            {"kv_export": "tcp:host:65535", "kv_key_file": "key", "tensor_parallel": 2},
+            "2 ranks take the ports 65535 to 65536",
+        ),
+        (
+            {"kv_import": "tcp:h:8,tcp:g:7,tcp:h:7", "kv_key_file": "key", "tensor_parallel": 2},
+            "the ports 7 to 8 of h",
+        ),
         ({"kv_import": "shm:a", "kv_layout": "virtual"}, "pages of one pool"),
     ],
 )
@@ -406,7 +453,10 @@ def test_nixl_that_is_not_there_is_said(llama, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("roles", "like"),
-    [({}, "like shm:a:1G"), ({"prefill_engines": 1, "decode_engines": 1}, "like --kv-transfer-memory 1G")],
+    [
+        ({}, "like shm:a:1G"),
+        ({"prefill_engines": 1, "decode_engines": 1}, "like --kv-transfer-memory 1G"),
+    ],
     ids=["alone", "roles"],
 )
 def test_too_little_memory_for_pages_names_the_option(llama, roles, like):

@@ -19,7 +19,12 @@ from tidemill.types.wire import Resumed, Submit
 
 async def ask(client, name, prompt, length, resumed=None) -> list[int]:
     tokens = []
-    submit = Submit(name, prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True), resumed=resumed)
+    submit = Submit(
+        name,
+        prompt,
+        SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
+        resumed=resumed,
+    )
     async with aclosing(client.submit(submit)) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
@@ -40,7 +45,13 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
     async def whole():
         seen = []
         first, second, plain = EngineClient(), EngineClient(on_events=seen.extend), EngineClient()
-        how = {"model": str(tiny_folder), "threads": 1, "max_context": 256, "token_budget": 64, "max_requests": 8}
+        how = {
+            "model": str(tiny_folder),
+            "threads": 1,
+            "max_context": 256,
+            "token_budget": 64,
+            "max_requests": 8,
+        }
         try:
             await second.start(EngineOptions(**how, kv_import="shm:one"))  # it waits for the other
             await first.start(EngineOptions(**how, kv_export="shm:one:16M"))
@@ -55,10 +66,16 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
                 else:
                     begun = await ask(first, f"r{number}", prompt, 1)
                     if number == 0:  # fetched though nobody asks the engine for anything
-                        await until_async(lambda: any(isinstance(one, events.PagesMoved) and one.tier == "peer" for one in seen))
+                        await until_async(
+                            lambda: any(
+                                isinstance(one, events.PagesMoved) and one.tier == "peer"
+                                for one in seen
+                            )
+                        )
                 rest = await ask(second, f"r{number}", prompt, 12, [Resumed(0, begun)])
                 assert begun + rest == expected
-            await until_async(lambda: first.num_restarts == 4)  # the last one may have answered before it was killed
+            # the last one may have answered before it was killed
+            await until_async(lambda: first.num_restarts == 4)
             assert peer_tokens(seen)["r0"] > 0
         finally:
             for client in (first, second, plain):

@@ -16,7 +16,15 @@ from tidemill.distributed.channel import Door
 from tidemill.distributed.transfer import base, checksum
 from tidemill.distributed.transfer import exporter as exporting
 from tidemill.distributed.transfer import open as opening
-from tidemill.distributed.transfer.base import MAX_NEWS, Ask, Hello, News, SlotNews, TransferError, Welcome
+from tidemill.distributed.transfer.base import (
+    MAX_NEWS,
+    Ask,
+    Hello,
+    News,
+    SlotNews,
+    TransferError,
+    Welcome,
+)
 from tidemill.distributed.transfer.exporter import Journal
 from tidemill.distributed.transfer.open import SocketFile, open_exporter, open_importer
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
@@ -112,7 +120,8 @@ def test_what_is_overwritten_torn_or_gone_is_never_taken_for_the_page(opened):
     for i in range(3):
         exporter.write(i, key(i), page(i))
     wait(importer, lambda slots, *_: len(slots) == 3)
-    exporter._source.slots[0, SIZE // 2 :] = page(50)[SIZE // 2 :]  # another page is being written there
+    # another page is being written there
+    exporter._source.slots[0, SIZE // 2 :] = page(50)[SIZE // 2 :]
     with pytest.raises(TransferError, match="overwritten or damaged"):
         importer.fetch(0, key(0), got)
     exporter.write(1, key(9), page(9))
@@ -144,7 +153,10 @@ def test_an_exporter_that_is_gone_takes_its_pages_along_and_comes_back(address):
 
 def test_another_model_is_refused_and_what_differs_is_said():
     exporter = open_exporter("shm:a", SLOTS, SIZE, SAME, None)
-    with pytest.raises(PeerMismatch, match=r"another KV format \(bfloat16, here int8\), another weights \(abc, here d"):
+    with pytest.raises(
+        PeerMismatch,
+        match=r"another KV format \(bfloat16, here int8\), another weights \(abc, here d",
+    ):
         open_importer(["shm:a"], SIZE, {"weights": "d", "KV format": "int8"}, None)
     with pytest.raises(PeerMismatch, match="1000 bytes; pages here have 999"):
         open_importer(["shm:a"], SIZE - 1, SAME, None)
@@ -177,7 +189,9 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch
     exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
     with ExitStack() as silent:
         for _ in range(exporting._MOST_READERS + 8):  # from one other host
-            silent.enter_context(socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0)))
+            silent.enter_context(
+                socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0))
+            )
         importer = open_importer([address], SIZE, SAME, "key")
         exporter.write(0, key(0), page(0))
         wait(importer, lambda slots, *_: slots == {0: key(0)})
@@ -185,14 +199,17 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch
         exporter.close()
     monkeypatch.setattr(exporting, "_PROVE_S", 0.2)
     again = open_exporter(address, SLOTS, SIZE, SAME, "key")
-    with socket.create_connection((host, int(port))) as slow, suppress(OSError):  # it is closed in the end
+    # it is closed in the end
+    with socket.create_connection((host, int(port))) as slow, suppress(OSError):
         while True:  # the beginning of a message without an end
             slow.sendall(b"\0")
             time.sleep(0.05)
     again.close()
 
 
-@pytest.mark.parametrize("wrong", ["slot", "key", "erased", "checksum", "too many", "not ours", "too long"])
+@pytest.mark.parametrize(
+    "wrong", ["slot", "key", "erased", "checksum", "too many", "not ours", "too long"]
+)
 def test_a_peer_that_announces_nonsense_is_given_up(wrong):
     place = SocketFile("odd")
     door = Door(str(place.path), b"tidemill odd")
@@ -266,7 +283,12 @@ def test_what_killed_engines_left_is_removed_and_a_living_one_is_not():
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(str(folder / name))
     other = open_exporter("shm:again", SLOTS, SIZE, SAME, None)
-    assert {path.name for path in folder.iterdir()} == {"alive", "alive.lock", "again", "again.lock"}
+    assert {path.name for path in folder.iterdir()} == {
+        "alive",
+        "alive.lock",
+        "again",
+        "again.lock",
+    }
     with pytest.raises(ConfigError, match="Another engine exports its pages as shm:alive"):
         open_exporter("shm:alive", SLOTS, SIZE, SAME, None)
     exporter.close()
@@ -316,7 +338,10 @@ def test_a_reader_that_does_not_ask_is_waited_for_a_while(monkeypatch):
 
 @pytest.mark.parametrize("num", [0, 1, 63, 64, 65, 4096, 9999])
 def test_a_checksum_tells_what_arrived(num, monkeypatch):
-    source, target = np.random.default_rng(num).integers(0, 256, num, dtype=np.uint8), np.zeros(num, np.uint8)
+    source, target = (
+        np.random.default_rng(num).integers(0, 256, num, dtype=np.uint8),
+        np.zeros(num, np.uint8),
+    )
     made = checksum.copy(target, source, key(1))
     assert (target == source).all()
     assert made == checksum.of(source, key(1)) != checksum.of(source, key(2))

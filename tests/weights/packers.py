@@ -1,4 +1,5 @@
-"""Quantized Hugging Face folders, written here from the layouts' descriptions: what the readers are held against."""
+"""Quantized Hugging Face folders, written here from the layouts' descriptions: what the readers are
+held against."""
 
 import json
 import math
@@ -30,13 +31,16 @@ def words(values, bits):
 def words_with_gaps(values, bits):
     """As many codes to a word as fit, as compressed-tensors wrote them until 0.12."""
     per_word = 32 // bits
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word)).unflatten(
+        1, (-1, per_word)
+    )
     total = (padded.long() << torch.arange(0, per_word * bits, bits)).sum(-1)
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
 def affine(weight, bits, group, symmetric):
-    """Codes from 0 on, scales (16 bits) and zero points of groups of columns, and the values they mean."""
+    """Codes from 0 on, scales (16 bits) and zero points of groups of columns, and the values they
+    mean."""
     groups = weight.unflatten(1, (-1, group))
     top = 2**bits - 1
     if symmetric:
@@ -54,7 +58,11 @@ def affine(weight, bits, group, symmetric):
 def gptq(weight, bits=4, group=32, symmetric=True, act_order=False, v2=False):
     width = weight.shape[1]
     group = width if group == -1 else group
-    order = torch.randperm(width, generator=torch.Generator().manual_seed(1)) if act_order else torch.arange(width)
+    order = (
+        torch.randperm(width, generator=torch.Generator().manual_seed(1))
+        if act_order
+        else torch.arange(width)
+    )
     codes, scales, zeros, values = affine(weight[:, order], bits, group, symmetric)
     back = order.argsort()
     tensors = {
@@ -73,13 +81,21 @@ def awq(weight, group=32):
     def pack(rows):
         return words(rows.unflatten(1, (-1, 8))[:, :, shuffled].flatten(1), 4)
 
-    return {"qweight": pack(codes.t()), "qzeros": pack(zeros.t()), "scales": scales.t().contiguous()}, values
+    return {
+        "qweight": pack(codes.t()),
+        "qzeros": pack(zeros.t()),
+        "scales": scales.t().contiguous(),
+    }, values
 
 
 def packed_integers(weight, bits=4, group=32, symmetric=True, act_order=False, words=words):
     width = weight.shape[1]
     group = width if group == -1 else group
-    order = torch.randperm(width, generator=torch.Generator().manual_seed(2)) if act_order else torch.arange(width)
+    order = (
+        torch.randperm(width, generator=torch.Generator().manual_seed(2))
+        if act_order
+        else torch.arange(width)
+    )
     codes, scales, zeros, values = affine(weight[:, order], bits, group, symmetric)
     back = order.argsort()
     tensors = {
@@ -94,7 +110,11 @@ def packed_integers(weight, bits=4, group=32, symmetric=True, act_order=False, w
 
 def byte_integers(weight, per="channel", static=False):
     largest = weight.abs().amax() if per == "tensor" else weight.abs().amax(1, keepdim=True)
-    scales = (largest / 127).to(torch.bfloat16).reshape(-1, 1) if per == "channel" else (largest / 127).reshape(1)
+    scales = (
+        (largest / 127).to(torch.bfloat16).reshape(-1, 1)
+        if per == "channel"
+        else (largest / 127).reshape(1)
+    )
     codes = (weight / scales.float()).round().clamp(-128, 127)
     tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
     if static:
@@ -119,7 +139,12 @@ def nf4(weight, kind="nf4", block=64, nested=True):
     flat = weight.flatten().unflatten(0, (-1, block))
     largest = flat.abs().amax(1)
     numbers = (flat / largest[:, None])[..., None].sub(table).abs().argmin(-1).flatten()
-    state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    state = {
+        "quant_type": kind,
+        "blocksize": block,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
     tensors = {
         "weight": (numbers[0::2] << 4 | numbers[1::2]).to(torch.uint8)[:, None], "weight.quant_map": table,
         "weight.absmax": largest,
@@ -127,14 +152,18 @@ def nf4(weight, kind="nf4", block=64, nested=True):
     if nested:
         offset = float(largest.mean())
         map_ = torch.linspace(-1, 1, 256)
-        parts = torch.nn.functional.pad(largest - offset, (0, -largest.numel() % 256)).unflatten(0, (-1, 256))
+        parts = torch.nn.functional.pad(largest - offset, (0, -largest.numel() % 256)).unflatten(
+            0, (-1, 256)
+        )
         top = parts.abs().amax(1)
         codes = (parts / top[:, None])[..., None].sub(map_).abs().argmin(-1)
         largest = (map_[codes] * top[:, None]).flatten()[: largest.numel()] + offset
         tensors["weight.absmax"] = codes.flatten()[: largest.numel()].to(torch.uint8)
         tensors |= {"weight.nested_absmax": top, "weight.nested_quant_map": map_}
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
     values = table[numbers].unflatten(0, (-1, block)) * largest[:, None]
     return tensors, values.reshape(weight.shape)
 
@@ -142,7 +171,11 @@ def nf4(weight, kind="nf4", block=64, nested=True):
 def int8_rows(weight):
     largest = weight.abs().amax(1)
     codes = (weight * 127 / largest[:, None]).round()
-    tensors = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    tensors = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
     return tensors, codes * (largest[:, None] / 127)
 
 
@@ -159,7 +192,11 @@ def ternary(weight, inverse=True):
 
 def sparse24(weight):
     fours = weight.unflatten(1, (-1, 4))
-    kept = torch.zeros_like(fours, dtype=torch.bool).scatter_(2, fours.abs().topk(2).indices, True).flatten(1)
+    kept = (
+        torch.zeros_like(fours, dtype=torch.bool)
+        .scatter_(2, fours.abs().topk(2).indices, True)
+        .flatten(1)
+    )
     bits = torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.uint8)
     for i in range(8):
         bits |= kept[:, i::8].to(torch.uint8) << i
@@ -186,8 +223,17 @@ def gobo(weight, bits=3):
 
 
 def compressed(layout="pack-quantized", bits=4, inputs=None, kind="int", **more):
-    group = {"weights": {"num_bits": bits, "type": kind} | more, "input_activations": inputs, "targets": ["Linear"]}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    group = {
+        "weights": {"num_bits": bits, "type": kind} | more,
+        "input_activations": inputs,
+        "targets": ["Linear"],
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 _DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -239,17 +285,23 @@ LAYOUTS = {
 
 
 def quantize_folder(folder, layout, reference=None, values=None):
-    """Replace the linears of a saved model by quantized ones. `reference`, `values`: get what they mean."""
+    """Replace the linears of a saved model by quantized ones. `reference`, `values`: get what they
+    mean."""
     pack, settings = LAYOUTS[layout]
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name in [name for name in weights if name.endswith("proj.weight")]:
         tensors, meant = pack(weights.pop(name).float())
-        weights |= {f"{name.removesuffix('.weight')}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
+        weights |= {
+            f"{name.removesuffix('.weight')}.{part}": tensor.contiguous()
+            for part, tensor in tensors.items()
+        }
         if reference is not None:
             reference.get_parameter(name).data.copy_(meant)
         if values is not None:
             values[name] = meant.contiguous()
     save_file(weights, path)
     config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": settings})
+    )

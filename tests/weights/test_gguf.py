@@ -30,17 +30,34 @@ def arch_of(config):
 
 def converted(arch, name, values, config):
     """A tensor as llama.cpp's converter stores it."""
-    for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", getattr(config, "num_key_value_heads", None))):
+    for part, heads in (
+        ("q_proj", config.num_attention_heads),
+        ("k_proj", getattr(config, "num_key_value_heads", None)),
+    ):
         if part in name and arch in PERMUTED:
-            values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+            values = (
+                values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
+                .swapaxes(1, 2)
+                .reshape(values.shape)
+            )
     if arch == "gpt2" and values.ndim == 2 and ".h." in name:
         values = values.T.copy()
     return values + 1 if arch in ONE_LESS and name.endswith("norm.weight") else values
 
 
-def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, reshape=None, strings=None, **metadata):
-    """A GGUF of a Transformers model as llama.cpp's converter lays it out, names translated by the package's tables. `strings`:
-    further keys of any kind, instead of those of the same name."""
+def write_gguf(
+    path,
+    reference,
+    quantize=None,
+    table=None,
+    drop=(),
+    extra=None,
+    reshape=None,
+    strings=None,
+    **metadata,
+):
+    """A GGUF of a Transformers model as llama.cpp's converter lays it out, names translated by the
+    package's tables. `strings`: further keys of any kind, instead of those of the same name."""
     c = reference.config
     arch = arch_of(c)
     writer = gguf.GGUFWriter(path, arch)
@@ -56,7 +73,11 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
         rope = c.rope_parameters.get("full_attention", c.rope_parameters)
         names = ("layer_norm_eps", "norm_epsilon", "norm_eps", "rms_norm_eps")
         name, value = next((name, getattr(c, name)) for name in names if hasattr(c, name))
-        eps = "layer_norm_rms_epsilon" if name == "rms_norm_eps" and arch != "olmo" else "layer_norm_epsilon"
+        eps = (
+            "layer_norm_rms_epsilon"
+            if name == "rms_norm_eps" and arch != "olmo"
+            else "layer_norm_epsilon"
+        )
         reals = {f"{arch}.attention.{eps}": value}
         reals[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
         settings |= {
@@ -120,7 +141,9 @@ def test_llama3_rope_factors_stored_as_a_tensor(tmp_path):
     reference = make_llama(rope_scaling=scaling)
     plain = 1.0 / (10000.0 ** (torch.arange(0, 16, 2).float() / 16))
     factors = (plain / reference.model.rotary_emb.inv_freq).numpy()
-    path = write_gguf(tmp_path / "r.gguf", reference, extra={"rope_freqs.weight": factors.astype(np.float32)})
+    path = write_gguf(
+        tmp_path / "r.gguf", reference, extra={"rope_freqs.weight": factors.astype(np.float32)}
+    )
     prompt = list(range(2, 200))
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
@@ -152,10 +175,17 @@ def test_every_type_is_read_as_the_package_reads_it(qtype, tmp_path):
 def test_iq_types_with_32_values_to_a_scale_keep_their_codes(name):
     """Only the scale is rounded, to 16 bits: nothing is rounded anew to 8 bits."""
     qtype = gguf.GGMLQuantizationType[name]
-    raw = np.random.default_rng(3).integers(0, 256, (5, 2 * gguf.GGML_QUANT_SIZES[qtype][1]), dtype=np.uint8)
-    raw.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])[:, :2] = np.array([0.02], np.float16).view(np.uint8)
+    raw = np.random.default_rng(3).integers(
+        0, 256, (5, 2 * gguf.GGML_QUANT_SIZES[qtype][1]), dtype=np.uint8
+    )
+    raw.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])[:, :2] = np.array([0.02], np.float16).view(
+        np.uint8
+    )
     expected = gguf.quants.dequantize(raw, qtype)
-    assert np.abs(read_codes(name, raw).dequantize().numpy() - expected).max() <= 2**-11 * np.abs(expected).max()
+    assert (
+        np.abs(read_codes(name, raw).dequantize().numpy() - expected).max()
+        <= 2**-11 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("qtype", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])
@@ -167,7 +197,8 @@ def test_quantized_models_run(qtype, reference, tmp_path):
     assert len(run(make_core(load_model(path)), {"a": ([1, 2, 3], greedy(4))})["a"].tokens) == 4
     if native.lib:
         quantized = load_model(path, "quantized")
-        # Activations are rounded to 8 bits, so logits of quantized matmuls differ a little, and only of them.
+        # Activations are rounded to 8 bits, so logits of quantized matmuls differ a little, and
+        # only of them.
         error = (prompt_logits(quantized, prompt, dtype="float32") - exact).std() / exact.std()
         assert error < (1e-5 if qtype in ("BF16", "F16") else 0.05), error
 
@@ -187,7 +218,9 @@ def test_missing_tensor_is_named(reference, tmp_path):
 
 
 def test_surplus_tensor_is_named(reference, tmp_path):
-    path = write_gguf(tmp_path / "s.gguf", reference, extra={"blk.9.attn_q.weight": np.zeros((4, 4), np.float32)})
+    path = write_gguf(
+        tmp_path / "s.gguf", reference, extra={"blk.9.attn_q.weight": np.zeros((4, 4), np.float32)}
+    )
     assert "blk.9.attn_q.weight has no place" in errors_of(path)
 
 
@@ -198,27 +231,47 @@ def test_mismatching_shape_is_named(reference, tmp_path):
     assert "[64, 128]" in message
 
 
-@pytest.mark.parametrize("key", ["llama.block_count", "llama.embedding_length", "llama.attention.head_count"])
+@pytest.mark.parametrize(
+    "key", ["llama.block_count", "llama.embedding_length", "llama.attention.head_count"]
+)
 def test_missing_key_is_named(key, reference, tmp_path):
-    assert f"key {key} is missing" in errors_of(write_gguf(tmp_path / "k.gguf", reference, **{key: None}))
+    assert f"key {key} is missing" in errors_of(
+        write_gguf(tmp_path / "k.gguf", reference, **{key: None})
+    )
 
 
 def test_nonsense_key_is_refused(reference, tmp_path):
     from tidemill.errors import ConfigError
 
     with pytest.raises((CheckpointError, ConfigError), match=r"head_count|query heads|num_heads"):
-        load_model(write_gguf(tmp_path / "n.gguf", reference, **{"llama.attention.head_count_kv": 3}))
+        load_model(
+            write_gguf(tmp_path / "n.gguf", reference, **{"llama.attention.head_count_kv": 3})
+        )
 
 
 def test_truncation_anywhere_is_an_error_of_its_own(good, tmp_path):
     data = good.read_bytes()
     rng = random.Random(0)
-    for length in [0, 3, 4, 8, 23, 24, 100, len(data) - 1, *(rng.randrange(len(data)) for _ in range(60))]:
+    for length in [
+        0,
+        3,
+        4,
+        8,
+        23,
+        24,
+        100,
+        len(data) - 1,
+        *(rng.randrange(len(data)) for _ in range(60)),
+    ]:
         path = tmp_path / "t.gguf"
         path.write_bytes(data[:length])
         with pytest.raises(CheckpointError) as caught:
             GGUFFile(path)
-        assert "trunc" in str(caught.value) or "cannot be read" in str(caught.value) or "not a GGUF" in str(caught.value)
+        assert (
+            "trunc" in str(caught.value)
+            or "cannot be read" in str(caught.value)
+            or "not a GGUF" in str(caught.value)
+        )
 
 
 def test_a_truncated_tensor_is_named(good, tmp_path):
@@ -229,7 +282,8 @@ def test_a_truncated_tensor_is_named(good, tmp_path):
 
 
 def test_flipped_header_bytes_never_do_worse_than_an_error(good, tmp_path):
-    """Lengths become huge, types unknown, counts wrong: a typed error or a readable file, quickly, whatever the byte."""
+    """Lengths become huge, types unknown, counts wrong: a typed error or a readable file, quickly,
+    whatever the byte."""
     data = bytearray(good.read_bytes())
     rng = random.Random(1)
     path = tmp_path / "f.gguf"

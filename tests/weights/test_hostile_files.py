@@ -1,4 +1,5 @@
-"""Model files that somebody damaged, or made to do harm: a typed error, and no memory beyond what the file's size warrants."""
+"""Model files that somebody damaged, or made to do harm: a typed error, and no memory beyond what
+the file's size warrants."""
 
 import json
 import random
@@ -53,7 +54,11 @@ def folder(good, tmp_path):
 def good_gguf(tmp_path_factory):
     """With a vocabulary and a template."""
     path = tmp_path_factory.mktemp("gguf") / "good.gguf"
-    return write_gguf(path, make_llama(**TINY), strings=sentencepiece_metadata() | {"tokenizer.chat_template": CHAT_TEMPLATE})
+    return write_gguf(
+        path,
+        make_llama(**TINY),
+        strings=sentencepiece_metadata() | {"tokenizer.chat_template": CHAT_TEMPLATE},
+    )
 
 
 def use(path):
@@ -87,7 +92,9 @@ for path in map(Path, sys.argv[1:]):
 
 
 def fails_in_4_gib(*paths):
-    done = subprocess.run([sys.executable, "-c", LIMITED, *map(str, paths)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *map(str, paths)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert len(lines) == len(paths), lines
@@ -116,7 +123,11 @@ def test_counts_are_bounded_before_anything_is_allocated_for_them(tmp_path):
     bytes_array = header(0, 1, string(b"k"), struct.pack("<IIQ", 9, 0, long))
     strings = header(0, 1, string(b"k"), struct.pack("<IIQ", 9, 8, 10**8))
     text = header(0, 1, string(b"k"), struct.pack("<IQ", 8, long))
-    many = header(0, 2**18, *(string(b"%d" % i) + struct.pack("<IIQ", 9, 0, 2**21) + bytes(2**21) for i in range(3)))
+    many = header(
+        0,
+        2**18,
+        *(string(b"%d" % i) + struct.pack("<IIQ", 9, 0, 2**21) + bytes(2**21) for i in range(3)),
+    )
     lines = fails_in_4_gib(
         sparse("a.gguf", bytes_array, long + 100),
         sparse("b.gguf", strings, 10**9),
@@ -162,8 +173,16 @@ def test_a_file_too_large_to_describe_a_model_is_not_read(folder):
 def test_a_template_computes_nothing_while_it_is_compiled(folder):
     tracemalloc.start()
     try:
-        for expression in ("'x' * 10**8", "'x' | center(10**8)", "('x' * 10**8) | length", "'%100000000d' % 1", "[1] * 10**7"):
-            (folder / "chat_template.jinja").write_text("{% if 0 %}{{ " + expression + " }}{% endif %}")
+        for expression in (
+            "'x' * 10**8",
+            "'x' | center(10**8)",
+            "('x' * 10**8) | length",
+            "'%100000000d' % 1",
+            "[1] * 10**7",
+        ):
+            (folder / "chat_template.jinja").write_text(
+                "{% if 0 %}{{ " + expression + " }}{% endif %}"
+            )
             Tokenizer.load(folder)
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
@@ -180,8 +199,13 @@ def test_what_is_not_an_end_token_is_named(folder, wrong):
         Tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("text", [DEEP, '{"model": ' + DEEP, '{"a": "\\ud800"}', "[]", "", "{", b"\xff\xfe{}", "1" * 10_000])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, '{"model": ' + DEEP, '{"a": "\\ud800"}', "[]", "", "{", b"\xff\xfe{}", "1" * 10_000],
+)
 def test_json_that_is_none(folder, name, text):
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=name):
@@ -190,7 +214,14 @@ def test_json_that_is_none(folder, name, text):
 
 def test_a_header_of_safetensors_that_is_none(folder):
     path = folder / "model.safetensors"
-    for head in (DEEP.encode(), b'{"a":' + DEEP.encode(), b'{"\\ud800":{}}', b"\xff" * 100, b"{}", b"[]"):
+    for head in (
+        DEEP.encode(),
+        b'{"a":' + DEEP.encode(),
+        b'{"\\ud800":{}}',
+        b"\xff" * 100,
+        b"{}",
+        b"[]",
+    ):
         for length in (len(head), 2**63, 2**64 - 1, 0):
             path.write_bytes(struct.pack("<Q", length) + head)
             with pytest.raises(CheckpointError):
@@ -218,7 +249,10 @@ def test_a_template_that_cannot_be_compiled_leaves_completions(folder, template)
 
 
 def test_a_configuration_larger_than_its_weights_is_refused_before_layers_are_made(folder):
-    for changes in ({"num_hidden_layers": 2**14}, {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}):
+    for changes in (
+        {"num_hidden_layers": 2**14},
+        {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1},
+    ):
         edit(folder / "config.json", **changes)
         with pytest.raises(CheckpointError, match="the tensors hold"):
             load_model(folder)
@@ -231,8 +265,21 @@ def test_a_configuration_larger_than_its_weights_is_refused_before_layers_are_ma
     "changes",
     [
         {"rope_parameters": {"rope_type": "linear", "factor": 0}},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
-        {"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 0,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+            }
+        },
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
@@ -264,7 +311,9 @@ def mutate_bytes(rng, data, limit):
         elif kind == 1:
             data[at:at] = rng.randbytes(rng.randrange(1, 9))
         elif kind == 2:
-            data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
+            data[at : at + 8] = struct.pack(
+                "<Q", rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
+            )
         else:
             data[at] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
     return bytes(data)
@@ -293,7 +342,12 @@ def only_typed_errors(path):
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("config.json", 2000), ("tokenizer.json", 20_000), ("tokenizer_config.json", 500), ("model.safetensors", 1000)],
+    [
+        ("config.json", 2000),
+        ("tokenizer.json", 20_000),
+        ("tokenizer_config.json", 500),
+        ("model.safetensors", 1000),
+    ],
 )
 def test_mutated_folders(good, folder, name, limit):
     rng = random.Random(name)
@@ -301,7 +355,9 @@ def test_mutated_folders(good, folder, name, limit):
     refused = 0
     for i in range(80):
         is_json = i % 2 and name != "model.safetensors"
-        (folder / name).write_bytes(mutate_json(rng, data) if is_json else mutate_bytes(rng, data, limit))
+        (folder / name).write_bytes(
+            mutate_json(rng, data) if is_json else mutate_bytes(rng, data, limit)
+        )
         refused += only_typed_errors(folder)
     assert refused > 20
 
@@ -309,7 +365,9 @@ def test_mutated_folders(good, folder, name, limit):
 def test_mutated_gguf_files(good_gguf, tmp_path):
     rng = random.Random(4)
     data = good_gguf.read_bytes()
-    num_header = len(data) - sum(tensor.num_bytes for tensor in GGUFFile(good_gguf).tensors.values())
+    num_header = len(data) - sum(
+        tensor.num_bytes for tensor in GGUFFile(good_gguf).tensors.values()
+    )
     refused = 0
     for _ in range(150):
         path = tmp_path / "x.gguf"
@@ -325,8 +383,12 @@ def test_gguf_metadata_of_other_kinds(good_gguf, tmp_path):
     rng = random.Random(5)
     strings = sentencepiece_metadata() | {"tokenizer.chat_template": CHAT_TEMPLATE}
     for key in keys:
-        wrong = rng.choice(["x", -1, 2**31 - 1, 0, True, 1.5, float("nan"), ["x"], [1.5], [True], [2**31 - 1]])
-        only_typed_errors(write_gguf(tmp_path / "x.gguf", reference, strings=strings | {key: wrong}))
+        wrong = rng.choice(
+            ["x", -1, 2**31 - 1, 0, True, 1.5, float("nan"), ["x"], [1.5], [True], [2**31 - 1]]
+        )
+        only_typed_errors(
+            write_gguf(tmp_path / "x.gguf", reference, strings=strings | {key: wrong})
+        )
 
 
 def test_the_good_ones_are_good(good, good_gguf):
@@ -356,5 +418,7 @@ def test_options_and_files_that_are_nested_deeply_are_typed_errors(tmp_path, dep
     (tmp_path / "file.toml").write_text(f"x = {deep}")
     with pytest.raises(TidemillError):
         settings._read_file(tmp_path / "file.toml")
-    arguments = _read_arguments({"function": {"name": "f", "arguments": deep}}, as_text=False)["function"]["arguments"]
+    arguments = _read_arguments({"function": {"name": "f", "arguments": deep}}, as_text=False)[
+        "function"
+    ]["arguments"]
     assert isinstance(arguments, str if depth > 1000 else list)

@@ -1,4 +1,5 @@
-"""Models of the hub and split GGUFs: really downloaded, from a small server that speaks the hub's API."""
+"""Models of the hub and split GGUFs: really downloaded, from a small server that speaks the hub's
+API."""
 
 import hashlib
 import json
@@ -42,7 +43,10 @@ def split(path, num_parts: int) -> list:
             for name, field in reader.fields.items():
                 if not name.startswith("GGUF.") and name != "general.architecture":
                     writer.add_key_value(
-                        name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+                        name,
+                        field.contents(),
+                        field.types[0],
+                        field.types[-1] if len(field.types) > 1 else None,
                     )
         for tensor in reader.tensors[number * per_part : (number + 1) * per_part]:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
@@ -61,12 +65,15 @@ def reference():
 
 @pytest.fixture(scope="module")
 def files(reference, tmp_path_factory) -> dict[str, bytes]:
-    """Of two repositories: one of GGUFs in several quantizations, one of them split, and one of safetensors."""
+    """Of two repositories: one of GGUFs in several quantizations, one of them split, and one of
+    safetensors."""
     folder = tmp_path_factory.mktemp("repo")
     kinds = {"Q8_0": "Q8_0", "Q4_K_M": "Q4_0", "F16": "F16"}
     repo = {}
     for name, kind in kinds.items():
-        path = write_gguf(folder / f"tiny-{name}.gguf", reference, quantize=gguf.GGMLQuantizationType[kind])
+        path = write_gguf(
+            folder / f"tiny-{name}.gguf", reference, quantize=gguf.GGMLQuantizationType[kind]
+        )
         for each in split(path, 3) if name == "F16" else [path]:
             repo[f"org/tiny-GGUF/{'F16/' if name == 'F16' else ''}{each.name}"] = each.read_bytes()
     repo["org/tiny-GGUF/mmproj-F16.gguf"] = b"not a language model"
@@ -98,14 +105,25 @@ def hub(files):
             path = unquote(urlsplit(self.path).path).strip("/")
             if path.startswith("api/models/"):
                 _, _, org, name, *rest = path.split("/")
-                names = [file.split("/", 2)[2] for file in files if file.startswith(f"{org}/{name}/")]
+                names = [
+                    file.split("/", 2)[2] for file in files if file.startswith(f"{org}/{name}/")
+                ]
                 if not names:
                     return self.reply(404, b"{}", X_Error_Code="RepoNotFound")
                 sizes = {each: len(files[f"{org}/{name}/{each}"]) for each in names}
-                tree = [{"type": "file", "path": each, "size": size, "oid": "0" * 40} for each, size in sizes.items()]
-                info = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [{"rfilename": each} for each in names]}
+                tree = [
+                    {"type": "file", "path": each, "size": size, "oid": "0" * 40}
+                    for each, size in sizes.items()
+                ]
+                info = {
+                    "id": f"{org}/{name}",
+                    "sha": COMMIT,
+                    "siblings": [{"rfilename": each} for each in names],
+                }
                 return self.reply(
-                    200, json.dumps(tree if rest[:1] == ["tree"] else info).encode(), Content_Type="application/json"
+                    200,
+                    json.dumps(tree if rest[:1] == ["tree"] else info).encode(),
+                    Content_Type="application/json",
                 )
             org, name, _, _, file = path.split("/", 4)
             body = files.get(f"{org}/{name}/{file}")
@@ -114,7 +132,13 @@ def hub(files):
             if self.command == "GET":
                 asked.append(file)
             tag = hashlib.sha256(body).hexdigest()
-            return self.reply(200, body, ETag=f'"{tag}"', X_Repo_Commit=COMMIT, Content_Type="application/octet-stream")
+            return self.reply(
+                200,
+                body,
+                ETag=f'"{tag}"',
+                X_Repo_Commit=COMMIT,
+                Content_Type="application/octet-stream",
+            )
 
         do_HEAD = do_GET
 
@@ -142,7 +166,12 @@ LOCATES = """if True:
 
 def located(models: list[str], home, endpoint: str, **environ: str) -> list[str]:
     """Where each is, in a process of their own: the library reads its settings when it is imported."""
-    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"} | environ
+    settings = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    } | environ
     command, environment = [sys.executable, "-c", LOCATES, *models], {**os.environ, **settings}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -152,7 +181,9 @@ def located(models: list[str], home, endpoint: str, **environ: str) -> list[str]
 def test_a_gguf_repository_gives_four_bits_unless_another_is_asked_for(hub, files, tmp_path):
     endpoint, asked = hub
     asked.clear()
-    path, other, refused = located(["org/tiny-GGUF", "hf.co/org/tiny-GGUF:q8_0", "org/tiny-GGUF:Q2_K"], tmp_path, endpoint)
+    path, other, refused = located(
+        ["org/tiny-GGUF", "hf.co/org/tiny-GGUF:q8_0", "org/tiny-GGUF:Q2_K"], tmp_path, endpoint
+    )
     assert path.endswith("tiny-Q4_K_M.gguf")
     assert Path(path).read_bytes() == files["org/tiny-GGUF/tiny-Q4_K_M.gguf"]
     assert other.endswith("tiny-Q8_0.gguf")
@@ -160,7 +191,9 @@ def test_a_gguf_repository_gives_four_bits_unless_another_is_asked_for(hub, file
     assert "org/tiny-GGUF has no GGUF of quantization Q2_K." in refused
     assert all(name in refused for name in ("Q4_K_M", "Q8_0", "F16"))
     # What is cached needs no network.
-    cached, missing = located(["org/tiny-GGUF", "org/tiny-GGUF:F16"], tmp_path, endpoint, HF_HUB_OFFLINE="1")
+    cached, missing = located(
+        ["org/tiny-GGUF", "org/tiny-GGUF:F16"], tmp_path, endpoint, HF_HUB_OFFLINE="1"
+    )
     assert cached == path
     assert "could not be fetched" in missing
 
@@ -180,7 +213,9 @@ def test_a_folder_of_safetensors_on_the_hub_and_what_the_hub_does_not_have(hub, 
     (folder,) = located(["org/tiny"], tmp_path, endpoint)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(os.listdir(folder))
     asked.clear()
-    again, quantized, nothing = located(["org/tiny", "org/tiny:Q4_K_M", "org/nothing"], tmp_path, endpoint)
+    again, quantized, nothing = located(
+        ["org/tiny", "org/tiny:Q4_K_M", "org/nothing"], tmp_path, endpoint
+    )
     assert again == folder
     assert not asked
     assert "has no GGUF files. Give org/tiny," in quantized
@@ -190,19 +225,32 @@ def test_a_folder_of_safetensors_on_the_hub_and_what_the_hub_does_not_have(hub, 
 def test_a_hub_that_cannot_be_reached_is_one_error_and_no_warnings(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and never listens
-        settings = {"HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        settings = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+        }
         command = [sys.executable, "-m", "tidemill", "pull", "org/name"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **settings}
+        )
     assert done.returncode == 1
-    error, fix = done.stderr.splitlines()  # the library's own words, one for each of its tries, are not among them
-    assert f"org/name is not in the local hub cache, and the hub cannot be reached at {settings['HF_ENDPOINT']}" in error
+    # the library's own words, one for each of its tries, are not among them
+    error, fix = done.stderr.splitlines()
+    assert (
+        f"org/name is not in the local hub cache, and the hub cannot be reached at {settings['HF_ENDPOINT']}"
+        in error
+    )
     assert "HF_ENDPOINT" in fix
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("llama3.2", "Ollama's llama3.2 is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub"),
+        (
+            "llama3.2",
+            "Ollama's llama3.2 is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub",
+        ),
         ("llama3.2:1b-instruct-q8_0", "is bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0 on"),
         ("qwen3:latest", "is Qwen/Qwen3-8B-GGUF on"),
         ("phi4", "is bartowski/phi-4-GGUF on"),

@@ -1,4 +1,5 @@
-"""Matrices stored as two factors: served as such, with the bytes that were declared, near to the product, invariant."""
+"""Matrices stored as two factors: served as such, with the bytes that were declared, near to the
+product, invariant."""
 
 import json
 
@@ -16,7 +17,15 @@ from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.packed.lowrank import LowRankTensor
 
 PROMPT = [(37 * i) % 250 for i in range(50)]
-RANKS = {"q_proj": 12, "k_proj": 0, "v_proj": 9, "o_proj": 16, "gate_proj": 20, "up_proj": 11, "down_proj": 17}
+RANKS = {
+    "q_proj": 12,
+    "k_proj": 0,
+    "v_proj": 9,
+    "o_proj": 16,
+    "gate_proj": 20,
+    "up_proj": 11,
+    "down_proj": 17,
+}
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
@@ -39,7 +48,9 @@ def folder(request, tmp_path_factory):
         }
     save_file(made, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "low_rank"}}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "low_rank"}})
+    )
     return path
 
 
@@ -56,11 +67,17 @@ def test_linears_are_two_factors_of_the_declared_bytes(folder, served):
     assert isinstance(qkv, SideBySide)
     assert [isinstance(part, Product) for part in qkv.parts] == [True, False, True]
     assert isinstance(block.mlp.down.weight, Product)
-    matrices = [linear.weight for block in served.blocks for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up)]
+    matrices = [
+        linear.weight
+        for block in served.blocks
+        for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up)
+    ]
     matrices += [block.mlp.down.weight for block in served.blocks]
     held = sum(one.nbytes for one in tensors_of(matrices) if one.dim() > 1)  # biases do not count
     declared = sum(
-        HELD["quantized", "cpu"].bytes_of(tensor.type_name, True) * tensor.shape[0] * tensor.shape[1]
+        HELD["quantized", "cpu"].bytes_of(tensor.type_name, True)
+        * tensor.shape[0]
+        * tensor.shape[1]
         for tensor in open_checkpoint(folder).tensors()
         if "layers" in tensor.name and len(tensor.shape) == 2
     )
@@ -75,7 +92,9 @@ def test_logits_are_those_of_the_product(folder, served):
     assert cores[0].runner.fallback == ""  # it is recorded
     assert answers[0].tokens == answers[1].tokens
     for mine, theirs in zip(answers[0].logprobs, answers[1].logprobs, strict=True):
-        assert [value for _, value in mine.top] == pytest.approx([value for _, value in theirs.top], abs=1e-4)
+        assert [value for _, value in mine.top] == pytest.approx(
+            [value for _, value in theirs.top], abs=1e-4
+        )
 
 
 def test_alone_among_others_and_in_chunks(served):
@@ -87,7 +106,11 @@ def test_alone_among_others_and_in_chunks(served):
 
 
 def test_rows_and_columns_are_factors_again(folder):
-    tensor = next(one for one in open_checkpoint(folder).tensors() if one.name.endswith("0.mlp.down_proj.weight"))
+    tensor = next(
+        one
+        for one in open_checkpoint(folder).tensors()
+        if one.name.endswith("0.mlp.down_proj.weight")
+    )
     whole = tensor.factors().product()
     part = tensor.rows(8, 40).columns(3, 99).rows(2, 30)
     assert isinstance(part, LowRankTensor)

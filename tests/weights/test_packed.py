@@ -1,4 +1,5 @@
-"""Quantized Hugging Face folders: what is read is what was written, and broken ones are refused with the fix."""
+"""Quantized Hugging Face folders: what is read is what was written, and broken ones are refused
+with the fix."""
 
 import json
 import shutil
@@ -20,7 +21,13 @@ from tidemill.quant.base import Gated
 from tidemill.types.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
-SIZES = {"intermediate_size": 192, "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "initializer_range": 0.08}
+SIZES = {
+    "intermediate_size": 192,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "initializer_range": 0.08,
+}
 MODULE = "model.layers.0.mlp.down_proj"
 
 
@@ -28,7 +35,10 @@ def one_matrix(folder, layout, shape=(96, 128), seed=0):
     """A folder of one quantized matrix, and its values."""
     pack, settings = LAYOUTS[layout]
     tensors, values = pack(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
-    save_file({f"{MODULE}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {f"{MODULE}.{part}": tensor.contiguous() for part, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     config = {"architectures": ["LlamaForCausalLM"], "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
     return values
@@ -67,8 +77,11 @@ def test_values_are_those_that_were_written(layout, tmp_path):
     tensor, values = read(tmp_path)
     assert tensor.name == f"{MODULE}.weight"
     assert tuple(tensor.shape) == (96, 128)
-    exact = layout not in ("bnb int8", "bitnet", "gobo")  # which multiply by a rounded inverse, or add a difference
-    torch.testing.assert_close(values, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
+    # which multiply by a rounded inverse, or add a difference
+    exact = layout not in ("bnb int8", "bitnet", "gobo")
+    torch.testing.assert_close(
+        values, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7
+    )
 
 
 def test_parts_of_a_matrix_may_lie_in_different_files(tmp_path):
@@ -127,11 +140,27 @@ LAYOUT = {
     "truncated scales": ("int4", {"weight_scale": lambda t: t[:90]}, "weight_scale has shape"),
     "codes without scales": ("w8a8", {"weight_scale": None}, "weight_scale is missing"),
     "floats without scales": ("fp8 block", {"weight_scale": None}, "weight_scale is missing"),
-    "order of other columns": ("int4 act-order", {"weight_g_idx": lambda t: t[:7]}, "weight_g_idx is I32"),
-    "zero points of other groups": ("int4 asymmetric", {"weight_zero_point": lambda t: t[:, :1]}, "weight_zero_point is I32"),
-    "several scales of a ternary matrix": ("bitnet", {"weight_scale": lambda t: torch.cat([t, t])}, "must be one number"),
+    "order of other columns": (
+        "int4 act-order",
+        {"weight_g_idx": lambda t: t[:7]},
+        "weight_g_idx is I32",
+    ),
+    "zero points of other groups": (
+        "int4 asymmetric",
+        {"weight_zero_point": lambda t: t[:, :1]},
+        "weight_zero_point is I32",
+    ),
+    "several scales of a ternary matrix": (
+        "bitnet",
+        {"weight_scale": lambda t: torch.cat([t, t])},
+        "must be one number",
+    ),
     "too few nested scales": ("nf4", {"weight.nested_absmax": lambda t: t[:0]}, "nested_absmax"),
-    "outliers of another type": ("gobo", {"weight_places": lambda t: t.float()}, "types that cannot be read"),
+    "outliers of another type": (
+        "gobo",
+        {"weight_places": lambda t: t.float()},
+        "types that cannot be read",
+    ),
 }
 
 
@@ -145,17 +174,23 @@ def test_a_wrong_layout_is_refused_before_values_are_read(what, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["gptq", "int4"])
-def test_nothing_is_loaded_of_a_folder_that_lacks_a_matrix_or_has_one_of_another_shape(layout, tmp_path, monkeypatch):
+def test_nothing_is_loaded_of_a_folder_that_lacks_a_matrix_or_has_one_of_another_shape(
+    layout, tmp_path, monkeypatch
+):
     make_llama(tmp_path, **SIZES)
     quantize_folder(tmp_path, layout)
     file, taken = tmp_path / "model.safetensors", []
     tensors = load_file(file)
     real = Linear.take
-    monkeypatch.setattr(Linear, "take", lambda self, part, *rest: (taken.append(part), real(self, part, *rest)))
+    monkeypatch.setattr(
+        Linear, "take", lambda self, part, *rest: (taken.append(part), real(self, part, *rest))
+    )
     norm = "model.layers.1.post_attention_layernorm.weight"
     module = "model.layers.1.mlp.down_proj."
     wrong = {
-        f"tensor {module}weight is missing": {name: value for name, value in tensors.items() if not name.startswith(module)},
+        f"tensor {module}weight is missing": {
+            name: value for name, value in tensors.items() if not name.startswith(module)
+        },
         f"Tensor {norm} has shape": tensors | {norm: tensors[norm][:-1].clone()},
         "has no place": tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)},
     }
@@ -176,10 +211,22 @@ def test_nothing_is_loaded_of_a_folder_that_lacks_a_matrix_or_has_one_of_another
         ("gptq", {"checkpoint_format": "marlin"}, "'marlin' of GPTQ"),
         ("awq", {"version": "gemv"}, "'gemv' cannot be read"),
         ("int4", {"format": "marlin-24"}, "'marlin-24' cannot be read"),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:(a+)+b"]}}}, "too complex"),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:.*q_proj"]}}}, "no group"),
+        (
+            "int4",
+            {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:(a+)+b"]}}},
+            "too complex",
+        ),
+        (
+            "int4",
+            {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:.*q_proj"]}}},
+            "no group",
+        ),
         ("fp8 deepseek", {"weight_block_size": [0, 1]}, "two whole numbers"),
-        ("bitnet", {"linear_class": "autobitlinear", "quantization_mode": "online"}, "'online' cannot be read"),
+        (
+            "bitnet",
+            {"linear_class": "autobitlinear", "quantization_mode": "online"},
+            "'online' cannot be read",
+        ),
     ],
 )
 def test_unknown_settings_are_refused(layout, given, message, tmp_path):
@@ -203,8 +250,9 @@ def test_a_folder_loads_in_float32(layout, tmp_path):
 
 # ---- multiplied as they are stored
 
-# Error of all logits as a part of them, against the same weights dequantized, in float32. Activations are rounded to 8 bits: with
-# a scale for 32 of them, for all of a token (W8A8, ternary), or one for ever (static); 8-bit floats become bfloat16.
+# Error of all logits as a part of them, against the same weights dequantized, in float32.
+# Activations are rounded to 8 bits: with a scale for 32 of them, for all of a token (W8A8,
+# ternary), or one for ever (static); 8-bit floats become bfloat16.
 BOUNDS = {
     "gptq": 0.025, "gptq act-order": 0.025, "gptq v2 per channel": 0.025, "gptq 8 bits": 0.025, "gptq 3 bits": 0.025,
     "awq": 0.025, "int4": 0.025, "int4 asymmetric": 0.025, "int4 act-order": 0.025, "int8 groups": 0.025, "w8a16": 0.025,
@@ -215,7 +263,9 @@ OFTEN = ("gptq act-order", "nf4", "w8a8", "bitnet")
 
 
 def often(layouts):
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in layouts]
+    return [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in layouts
+    ]
 
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -236,7 +286,12 @@ def test_a_ternary_bitnet_is_near_its_dequantized_weights(tmp_path):
     from transformers import BitNetConfig, BitNetForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
     reference = BitNetForCausalLM(BitNetConfig(**SIZES, **sizes)).eval().float()
     reference.save_pretrained(tmp_path)
     quantize_folder(tmp_path, "bitnet", reference)
@@ -259,8 +314,10 @@ def test_bytes_are_as_declared(layout, tmp_path):
     codes = fit(tensor.codes())
     held = QuantizedPanels(codes, None)
     declared = HELD["quantized", "cpu"].bytes_of(tensor.type_name, True) * 96 * 256
-    rows = 8 * 96 if tensor.type_name.endswith("-C") or tensor.type_name == "TERNARY" else 0  # scales of rows
-    head = 32 + (4 * 256 if "act-order" in layout else 0)  # table, scale of activations; order of columns
+    # scales of rows
+    rows = 8 * 96 if tensor.type_name.endswith("-C") or tensor.type_name == "TERNARY" else 0
+    # table, scale of activations; order of columns
+    head = 32 + (4 * 256 if "act-order" in layout else 0)
     if layout == "gobo":  # places and values of outliers
         rows, head = rows + 8 * 96, head + 4 * 13 + 8 * codes.outliers.places.numel()
     assert declared <= held.num_bytes <= declared + rows + head
@@ -268,7 +325,21 @@ def test_bytes_are_as_declared(layout, tmp_path):
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize(
-    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet", "bnb int8", "gobo"])
+    "layout",
+    often(
+        [
+            "gptq",
+            "gptq act-order",
+            "awq",
+            "int8 groups",
+            "w8a8",
+            "w8a8 static",
+            "nf4",
+            "bitnet",
+            "bnb int8",
+            "gobo",
+        ]
+    ),
 )
 def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     make_llama(tmp_path, **SIZES)
@@ -279,7 +350,9 @@ def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     alone = run(make_core(model), {"a": (prompt, params)})["a"]
     others = {f"b{i}": ([i + 3] * (5 + 3 * i), greedy(12)) for i in range(6)}
     assert run(make_core(model), {**others, "a": (prompt, params)})["a"] == alone
-    assert run(make_core(model, token_budget=7, max_requests=4), {"a": (prompt, params)})["a"] == alone
+    assert (
+        run(make_core(model, token_budget=7, max_requests=4), {"a": (prompt, params)})["a"] == alone
+    )
     core = make_core(model)
     run(core, {"first": (prompt, params)})
     assert run(core, {"a": (prompt, params)})["a"] == alone
@@ -299,7 +372,8 @@ def test_fused_matrices_with_tables_of_their_own_are_not_rounded_anew(tmp_path):
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
 def test_outliers_of_a_token_do_not_coarsen_its_other_activations(tmp_path):
-    """LLM.int8(): with a threshold that is never reached, or none, the same folder is farther from its dequantized weights."""
+    """LLM.int8(): with a threshold that is never reached, or none, the same folder is farther from
+    its dequantized weights."""
     reference = make_llama(tmp_path, **SIZES)
     for layer in reference.model.layers:
         layer.input_layernorm.weight.data[7] *= 60
@@ -311,10 +385,16 @@ def test_outliers_of_a_token_do_not_coarsen_its_other_activations(tmp_path):
     errors = {}
     for threshold in (6.0, 0.0):
         settings = config["quantization_config"] | {"llm_int8_threshold": threshold}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-        errors[threshold] = (prompt_logits(load_model(tmp_path, "quantized"), ids) - expected).norm() / expected.norm()
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"quantization_config": settings})
+        )
+        errors[threshold] = (
+            prompt_logits(load_model(tmp_path, "quantized"), ids) - expected
+        ).norm() / expected.norm()
     assert errors[6.0] < 0.5 * errors[0.0]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings | {"llm_int8_threshold": "six"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings | {"llm_int8_threshold": "six"}})
+    )
     with pytest.raises(CheckpointError, match="llm_int8_threshold is 'six'"):
         open_checkpoint(tmp_path)
 
@@ -332,8 +412,15 @@ def test_quantized_experts_are_near_their_dequantized_weights(layout, tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
-    sizes |= {"num_key_value_heads": 2, "norm_topk_prob": True, "max_position_embeddings": 256}  # all experts: none is near a tie
+    sizes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    }
+    # all experts: none is near a tie
+    sizes |= {"num_key_value_heads": 2, "norm_topk_prob": True, "max_position_embeddings": 256}
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | sizes)).float().save_pretrained(plain)
     shutil.copytree(plain, quantized)
@@ -343,6 +430,10 @@ def test_quantized_experts_are_near_their_dequantized_weights(layout, tmp_path):
     save_file(load_file(plain / "model.safetensors") | values, plain / "model.safetensors")
     ids = list(range(2, 40))
     expected = prompt_logits(load_model(plain), ids)
-    torch.testing.assert_close(prompt_logits(load_model(quantized), ids), expected, atol=1e-3, rtol=1e-4)
-    error = (prompt_logits(load_model(quantized, "quantized"), ids) - expected).norm() / expected.norm()
+    torch.testing.assert_close(
+        prompt_logits(load_model(quantized), ids), expected, atol=1e-3, rtol=1e-4
+    )
+    error = (
+        prompt_logits(load_model(quantized, "quantized"), ids) - expected
+    ).norm() / expected.norm()
     assert error < 0.04

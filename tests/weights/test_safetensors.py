@@ -52,7 +52,9 @@ def test_missing_tensor(folder):
 
 
 def test_surplus_tensor(folder):
-    edit_weights(folder, lambda weights: weights.update({"model.layers.7.x.weight": torch.zeros(3)}))
+    edit_weights(
+        folder, lambda weights: weights.update({"model.layers.7.x.weight": torch.zeros(3)})
+    )
     fails(folder, "model.layers.7.x.weight has no place")
 
 
@@ -62,7 +64,9 @@ def test_wrong_shape(folder):
 
 
 def test_integer_tensor(folder):
-    edit_weights(folder, lambda w: w.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}))
+    edit_weights(
+        folder, lambda w: w.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)})
+    )
     fails(folder, "model.norm.weight", "I32")
 
 
@@ -120,7 +124,13 @@ def test_unsupported_activation_and_scaling(folder):
         ({"rope_scaling": ["x"], "rope_parameters": None}, "rope_scaling"),
         ({"rope_theta": "abc"}, "rope_theta"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "8k"}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "original_max_position_embeddings": "8k",
+                }
+            },
             "original_max_position",
         ),
         ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor"),
@@ -172,9 +182,13 @@ def test_a_hub_id_offline_says_what_to_do():
 
 
 def test_mistrals_own_files_beside_the_others_are_left_alone(folder):
-    """Its repositories have both: the same weights under other names, in files that begin with consolidated."""
+    """Its repositories have both: the same weights under other names, in files that begin with
+    consolidated."""
     weights = load_file(folder / "model.safetensors")
-    save_file({"tok_embeddings.weight": weights["model.embed_tokens.weight"]}, folder / "consolidated.safetensors")
+    save_file(
+        {"tok_embeddings.weight": weights["model.embed_tokens.weight"]},
+        folder / "consolidated.safetensors",
+    )
     load_model(folder)
     (folder / "model.safetensors").unlink()
     fails(folder, "Mistral's own format alone", "model*.safetensors")
@@ -182,13 +196,17 @@ def test_mistrals_own_files_beside_the_others_are_left_alone(folder):
 
 def test_buffers_of_rotations_are_no_weights(folder):
     """Older folders have them, under several names."""
-    buffers = {f"model.{place}rotary_emb.inv_freq": torch.zeros(8) for place in ("", "layers.0.self_attn.")}
+    buffers = {
+        f"model.{place}rotary_emb.inv_freq": torch.zeros(8) for place in ("", "layers.0.self_attn.")
+    }
     edit_weights(folder, lambda weights: weights.update(buffers))
     load_model(folder)
 
 
 def test_towers_are_named(folder):
-    edit_weights(folder, lambda weights: weights.update({"vision_tower.patch.weight": torch.zeros(3)}))
+    edit_weights(
+        folder, lambda weights: weights.update({"vision_tower.patch.weight": torch.zeros(3)})
+    )
     fails(folder, "vision_tower.patch.weight", "text model")
 
 

@@ -34,8 +34,14 @@ def gguf_tensor(path, qtype: str):
 
 @pytest.fixture
 def stored(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["X"], "quantization_config": {"quant_method": "mxfp4"}}')
-    tensors = {"x.weight": torch.randn(ROWS, WIDTH).bfloat16(), "stack": torch.randn(3, ROWS, WIDTH), "x.bias": torch.randn(64)}
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["X"], "quantization_config": {"quant_method": "mxfp4"}}'
+    )
+    tensors = {
+        "x.weight": torch.randn(ROWS, WIDTH).bfloat16(),
+        "stack": torch.randn(3, ROWS, WIDTH),
+        "x.bias": torch.randn(64),
+    }
     blocks = {"y_blocks": torch.randint(0, 256, (2, ROWS, WIDTH // 32, 16), dtype=torch.uint8)}
     scales = {"y_scales": torch.randint(120, 130, (2, ROWS, WIDTH // 32), dtype=torch.uint8)}
     save_file(tensors | blocks | scales, tmp_path / "model.safetensors")
@@ -62,7 +68,9 @@ def check(tensor, block=1):
                 assert torch.equal(codes.dequantize(), tensor.codes().dequantize()[:, begin:end])
 
 
-@pytest.mark.parametrize(("qtype", "block"), [("F16", 1), ("Q4_1", 32), ("Q8_0", 32), ("BF16", 1), ("Q5_K", 256)])
+@pytest.mark.parametrize(
+    ("qtype", "block"), [("F16", 1), ("Q4_1", 32), ("Q8_0", 32), ("BF16", 1), ("Q5_K", 256)]
+)
 def test_gguf(qtype, block, tmp_path):
     if block == 256:  # the package only reads these: any bytes will do
         kind = gguf.GGMLQuantizationType[qtype]

@@ -13,7 +13,11 @@ import msgspec
 from tidemill.errors import ConfigError
 from tidemill.server.store import batch_lines
 
-_URL_OF = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
+_URL_OF = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+}
 _TAKE_DEFAULTS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
@@ -28,7 +32,8 @@ class Line:
 
     @property
     def digest(self) -> int:
-        """A digest of the line's content, never 0. It tells whether it is the line that a result was computed for."""
+        """A digest of the line's content, never 0. It tells whether it is the line that a result
+        was computed for."""
         return zlib.crc32(self.text.rstrip(b"\r\n")) or 1
 
     @property
@@ -58,14 +63,18 @@ def read(path: Path) -> Iterator[Line]:
         for number, text in batch_lines.read(path):
             yield Line(number, text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", fix="Give a file of JSON lines.") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}.", fix="Give a file of JSON lines."
+        ) from error
 
 
 def parse(line: Line, defaults: Mapping[str, Any]) -> Request | Problem:
     """`defaults`: fields of bodies for completions and chats that lack them."""
     custom_id = f"line-{line.number}"
     if len(line.text) > batch_lines.MAX_LINE_BYTES:
-        return Problem(custom_id, "line_too_long", f"A line may have {batch_lines.MAX_LINE_BYTES} bytes.")
+        return Problem(
+            custom_id, "line_too_long", f"A line may have {batch_lines.MAX_LINE_BYTES} bytes."
+        )
     try:
         fields = _decode_fields(line.text)
         if "custom_id" in fields:
@@ -85,7 +94,11 @@ def parse(line: Line, defaults: Mapping[str, Any]) -> Request | Problem:
     else:
         kinds = [name for name in _URL_OF if name in fields]
         if len(kinds) != 1:
-            what = f"both {' and '.join(kinds)}" if kinds else "none of prompt, messages, input and body"
+            what = (
+                f"both {' and '.join(kinds)}"
+                if kinds
+                else "none of prompt, messages, input and body"
+            )
             return Problem(custom_id, "invalid_request", f"The line has {what}.")
         fields.pop("custom_id", None)
         url, body = _URL_OF[kinds[0]], batch_lines.encode(fields)

@@ -26,7 +26,11 @@ class Local:
     """The parts of a server that a line needs: tokenizer, engine and routes."""
 
     def __init__(
-        self, served: Served, num_at_once: int | None = None, stall_s: float = STALL_S, start_s: float = START_S
+        self,
+        served: Served,
+        num_at_once: int | None = None,
+        stall_s: float = STALL_S,
+        start_s: float = START_S,
     ) -> None:
         self._engine = ModelEngine(served, stall_s, start_s, None, ("auto", "auto", None))
         self._models: Models | None = None
@@ -49,10 +53,14 @@ class Local:
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             known = ", ".join(ENDPOINTS)
-            error: TidemillError = NotFound(f"The url is {request.url[:100]!r}.", fix=f"It may be {known}.", param="url")
+            error: TidemillError = NotFound(
+                f"The url is {request.url[:100]!r}.", fix=f"It may be {known}.", param="url"
+            )
             return error.status, batch_lines.encode(error_body(error))
         call = RequestContext(request.result_id, path=request.url)
-        return await respond_to_line(self._models, Caller(is_admin=True, call=call), endpoint, request.body)
+        return await respond_to_line(
+            self._models, Caller(is_admin=True, call=call), endpoint, request.body
+        )
 
     async def close(self) -> None:
         if self._models is not None:

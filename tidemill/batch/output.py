@@ -1,8 +1,9 @@
 """Output: results on the disk, each line of the input once, whatever ends the process.
 
-There is no other state than the results. The id of a result names its line and the line's digest, so the output itself says what
-is left to do. A process that was killed may leave an incomplete last line, and after a loss of power the end that was not synced
-may be anything: the output is read before it is continued, and cut at the first line that is not a result.
+There is no other state than the results. The id of a result names its line and the line's digest,
+so the output itself says what is left to do. A process that was killed may leave an incomplete last
+line, and after a loss of power the end that was not synced may be anything: the output is read
+before it is continued, and cut at the first line that is not a result.
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ class _File:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}.", fix="Choose another output.") from error
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}.", fix="Choose another output."
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
-            raise ConfigError(f"Another process writes {path}.", fix="Wait for it, or choose another output.") from None
+            raise ConfigError(
+                f"Another process writes {path}.", fix="Wait for it, or choose another output."
+            ) from None
         self._end = 0  # of the last whole result
         self.in_order = True  # as far as it was read
 
@@ -91,7 +96,10 @@ class _File:
                     break
                 number, digest, failed = found
                 if not done.has_line(number):
-                    raise ConfigError(f"{self.path} has a result of line {number}, which the input does not have.", fix=_AWAY)
+                    raise ConfigError(
+                        f"{self.path} has a result of line {number}, which the input does not have.",
+                        fix=_AWAY,
+                    )
                 if done.digest(number):
                     raise ConfigError(f"{self.path} has two results of line {number}.", fix=_AWAY)
                 done.add(number, digest, failed)
@@ -100,7 +108,10 @@ class _File:
                 self._end += len(text)
         if size - self._end > _MAX_CUT_BYTES or (not self._end and not self._is_torn(size)):
             where = f"byte {self._end:,} on" if self._end else "the start"
-            raise ConfigError(f"{self.path} holds something else than results of a batch, from {where}.", fix=_AWAY)
+            raise ConfigError(
+                f"{self.path} holds something else than results of a batch, from {where}.",
+                fix=_AWAY,
+            )
         if size > self._end:
             os.ftruncate(self._fd, self._end)
             os.fsync(self._fd)
@@ -124,7 +135,11 @@ class _File:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)
                 os.lseek(self._fd, self._end, os.SEEK_SET)
-            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            why = (
+                "the disk is full"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else error.strerror
+            )
             fix = "What is written is kept: run the same command again."
             raise OutputFull(f"{self.path} cannot be written: {why}.", fix=fix) from error
         self._end = end
@@ -134,7 +149,8 @@ class _File:
 
 
 def _read_result(text: bytes) -> tuple[int, int, bool] | None:
-    """Number and digest of its line, and whether that failed; None: it is not a result, or not all of one."""
+    """Number and digest of its line, and whether that failed; None: it is not a result, or not all
+    of one."""
     if not text.endswith(b"\n"):
         return None
     try:
@@ -144,11 +160,16 @@ def _read_result(text: bytes) -> tuple[int, int, bool] | None:
     found = _ID.fullmatch(result.id)
     if found is None:
         return None
-    return int(found[1]), int(found[2], 16), result.response is None or result.response.status_code >= 400
+    return (
+        int(found[1]),
+        int(found[2], 16),
+        result.response is None or result.response.status_code >= 400,
+    )
 
 
 class Output:
-    """`num_lines`: of the input. `errors`: a file for the lines that failed; None: they are among the others."""
+    """`num_lines`: of the input. `errors`: a file for the lines that failed; None: they are among
+    the others."""
 
     def __init__(self, path: Path, num_lines: int, errors: Path | None = None) -> None:
         self.done = Done(num_lines)
@@ -167,8 +188,13 @@ class Output:
         """Raises if it has the result of another line."""
         digest = self.done.digest(line.number)
         if digest and digest != line.digest:
-            what = f"Line {line.number} of the input is not the one that {self._path} has a result of."
-            raise ConfigError(what, fix="Give the input that this output was begun with, or choose another output.")
+            what = (
+                f"Line {line.number} of the input is not the one that {self._path} has a result of."
+            )
+            raise ConfigError(
+                what,
+                fix="Give the input that this output was begun with, or choose another output.",
+            )
         return bool(digest)
 
     @property
@@ -179,7 +205,9 @@ class Output:
     def write(self, results: list[tuple[Line, bytes, bool]]) -> None:
         """Lines, their results, and whether they failed."""
         for index, file in enumerate(self._files):
-            texts = [text for _, text, failed in results if min(failed, len(self._files) - 1) == index]
+            texts = [
+                text for _, text, failed in results if min(failed, len(self._files) - 1) == index
+            ]
             if texts:
                 file.write(texts)
         for line, _, failed in results:

@@ -20,19 +20,27 @@ _ERROR_CHARS = 500
 
 
 class Remote:
-    """A server that is overloaded, restarts or cannot be reached is tried again, until it has answered nothing for long."""
+    """A server that is overloaded, restarts or cannot be reached is tried again, until it has
+    answered nothing for long."""
 
-    def __init__(self, url: str, key: str = "", num_at_once: int = AT_ONCE, give_up_s: float = _GIVE_UP_S) -> None:
+    def __init__(
+        self, url: str, key: str = "", num_at_once: int = AT_ONCE, give_up_s: float = _GIVE_UP_S
+    ) -> None:
         self.num_at_once, self._give_up_s = num_at_once, give_up_s
-        self._client = AsyncClient(url, key, timeout_s=None)  # a line may wait as long as the server's queue is
-        self._failing_s: float | None = None  # since when no line was answered, of those that came back
+        # a line may wait as long as the server's queue is
+        self._client = AsyncClient(url, key, timeout_s=None)
+        # since when no line was answered, of those that came back
+        self._failing_s: float | None = None
 
     async def respond(self, request: Request) -> tuple[int, bytes]:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
                 reply = await self._client.send("POST", request.url, request.body)
-                if reply.status_code not in _RETRIED or reply.headers.get("x-should-retry") == "false":
+                if (
+                    reply.status_code not in _RETRIED
+                    or reply.headers.get("x-should-retry") == "false"
+                ):
                     self._failing_s = None
                     return reply.status_code, _on_one_line(reply.content)
                 why = f"status {reply.status_code}."
@@ -44,7 +52,10 @@ class Remote:
             self._failing_s = now if self._failing_s is None else self._failing_s
             if now - self._failing_s >= self._give_up_s:
                 fix = "Check --url and the server. What is written is kept: run the same command again."
-                raise EngineDead(f"{self._client.url} has answered no line for {self._give_up_s:.0f} s: {why}", fix=fix)
+                raise EngineDead(
+                    f"{self._client.url} has answered no line for {self._give_up_s:.0f} s: {why}",
+                    fix=fix,
+                )
             await asyncio.sleep(min(delay_s, _MAX_DELAY_S))
             delay_s *= 2
 
@@ -58,4 +69,6 @@ def _on_one_line(body: bytes) -> bytes:
         return batch_lines.encode(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         text = body[:_ERROR_CHARS].decode(errors="replace")
-        return batch_lines.encode({"error": {"message": text, "type": "invalid_response", "param": None, "code": None}})
+        return batch_lines.encode(
+            {"error": {"message": text, "type": "invalid_response", "param": None, "code": None}}
+        )

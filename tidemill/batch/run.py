@@ -1,4 +1,5 @@
-"""A batch run: lines are read, executed many at a time, and written, each once. Running again continues."""
+"""A batch run: lines are read, executed many at a time, and written, each once. Running again
+continues."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Backend(Protocol):
     num_at_once: int
 
     async def respond(self, request: Request) -> tuple[int, bytes]:
-        """A status and the response's body, JSON on one line. A mistake in the request is its response; raises if no request can
-        be executed."""
+        """A status and the response's body, JSON on one line. A mistake in the request is its
+        response; raises if no request can be executed."""
         ...
 
 
@@ -77,10 +78,18 @@ class Batch:
     """The output is locked from here until `close`. `defaults`: see `lines.parse`."""
 
     def __init__(
-        self, source: Path, target: Path, errors: Path | None = None, ordered: bool = False, defaults: Mapping[str, Any] = {}
+        self,
+        source: Path,
+        target: Path,
+        errors: Path | None = None,
+        ordered: bool = False,
+        defaults: Mapping[str, Any] = {},
     ) -> None:
         if ordered and errors is not None:
-            raise ConfigError("--ordered and --errors are both given.", fix="With --ordered, failed lines are in their place.")
+            raise ConfigError(
+                "--ordered and --errors are both given.",
+                fix="With --ordered, failed lines are in their place.",
+            )
         _check_files(source, target, errors)
         self._source, self._ordered, self._defaults = source, ordered, defaults
         num_lines = last = 0
@@ -109,17 +118,26 @@ class Batch:
                 what = f"The output has a result of line {line.number} and none of line {first_left}: it is not in order."
                 raise ConfigError(what, fix="Continue without --ordered, or choose another output.")
         if self._ordered and not self._output.in_order:
-            raise ConfigError("The output is not in order.", fix="Continue without --ordered, or choose another output.")
+            raise ConfigError(
+                "The output is not in order.",
+                fix="Continue without --ordered, or choose another output.",
+            )
 
     @property
     def is_done(self) -> bool:
         return self.progress.num_done == self.progress.total
 
-    async def run(self, backend: Backend, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
-        """Until each line has its result. If it raises or is cancelled, the results so far are written."""
+    async def run(
+        self, backend: Backend, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> None:
+        """Until each line has its result. If it raises or is cancelled, the results so far are
+        written."""
         self.progress.began_s = time.monotonic()
         writer = _Writer(self._output, self._ordered, self.progress, on_progress)
-        slots, window = asyncio.Semaphore(backend.num_at_once), asyncio.Semaphore(_AHEAD * backend.num_at_once)
+        slots, window = (
+            asyncio.Semaphore(backend.num_at_once),
+            asyncio.Semaphore(_AHEAD * backend.num_at_once),
+        )
         writing = asyncio.create_task(writer.run(window.release))
 
         async def execute(place: int, line: Line) -> None:
@@ -152,13 +170,18 @@ class Batch:
     async def _execute(self, backend: Backend, line: Line) -> tuple[bytes, bool]:
         request = lines.parse(line, self._defaults)
         if isinstance(request, Problem):
-            return batch_lines.error_line(line.result_id, request.custom_id, request.code, request.message), True
+            return batch_lines.error_line(
+                line.result_id, request.custom_id, request.code, request.message
+            ), True
         status, body = await backend.respond(request)
-        with contextlib.suppress(msgspec.ValidationError, RecursionError):  # a body without such figures
+        # a body without such figures
+        with contextlib.suppress(msgspec.ValidationError, RecursionError):
             usage = _decode_body(body).usage or _Usage()
             self.progress.num_prompt += usage.prompt_tokens + usage.input_tokens
             self.progress.num_output += usage.completion_tokens + usage.output_tokens
-        return batch_lines.response_line(line.result_id, request.custom_id, status, body), status >= 400
+        return batch_lines.response_line(
+            line.result_id, request.custom_id, status, body
+        ), status >= 400
 
     def close(self) -> None:
         self._output.close()
@@ -167,8 +190,19 @@ class Batch:
 class _Writer:
     """Writes results a few times a second, so that one sync is for many of them."""
 
-    def __init__(self, output: Output, ordered: bool, progress: Progress, on_progress: Callable[[Progress], None]) -> None:
-        self._output, self._ordered, self._progress, self._on_progress = output, ordered, progress, on_progress
+    def __init__(
+        self,
+        output: Output,
+        ordered: bool,
+        progress: Progress,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._output, self._ordered, self._progress, self._on_progress = (
+            output,
+            ordered,
+            progress,
+            on_progress,
+        )
         self._ready: deque[tuple[Line, bytes, bool]] = deque()
         self._early: dict[int, tuple[Line, bytes, bool]] = {}  # whose turn has not come, by place
         self._next = 0
@@ -236,4 +270,6 @@ def _check_files(source: Path, *targets: Path | None) -> None:
         raise ConfigError(f"There is no file {source}.", fix="Give a file of JSON lines.")
     paths = [source.resolve(), *(target.resolve() for target in targets if target is not None)]
     if len(set(paths)) < len(paths):
-        raise ConfigError("Input, output and errors are not different files.", fix="Name them apart.")
+        raise ConfigError(
+            "Input, output and errors are not different files.", fix="Name them apart."
+        )

@@ -1,1 +1,2 @@
-"""Measuring: workloads, an honest load generator, statistics, plots. What `tidemill bench` is made of."""
+"""Measuring: workloads, an honest load generator, statistics, plots. What `tidemill bench` is made
+of."""

@@ -1,4 +1,5 @@
-"""An open-loop load generator for any OpenAI-compatible server: requests are sent when due, not when earlier ones end."""
+"""An open-loop load generator for any OpenAI-compatible server: requests are sent when due, not
+when earlier ones end."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ async def run_load(
 
 def check_server(url: str, api_key: str | None) -> None:
     """Nothing is measured where nothing listens, or where the key is wrong."""
-    with Client(url, api_key, timeout_s=10) as client, contextlib.suppress(BadResponse, InvalidRequest):
+    with (
+        Client(url, api_key, timeout_s=10) as client,
+        contextlib.suppress(BadResponse, InvalidRequest),
+    ):
         client.json("GET", "/v1/models")
 
 

@@ -18,7 +18,9 @@ from tidemill.types.sampling import SamplingParams
 from tidemill.types.wire import Submit
 
 
-def run_core(core: EngineCore, items: Sequence[Item], on_done: Callable[[int], None] | None = None) -> list[Record]:
+def run_core(
+    core: EngineCore, items: Sequence[Item], on_done: Callable[[int], None] | None = None
+) -> list[Record]:
     """Submit every item at its time, step, and record each token when its step ends."""
     records = [Record(item.at_s, num_prompt=len(item.prompt_ids)) for item in items]
     begin = time.monotonic()  # the engine's clock, so that its events can be placed
@@ -37,7 +39,10 @@ def run_core(core: EngineCore, items: Sequence[Item], on_done: Callable[[int], N
         output, failed = core.step()
         now = time.monotonic() - begin
         for event in output.events:
-            if isinstance(event, events.Admitted) and records[int(event.request_id)].started_s is None:
+            if (
+                isinstance(event, events.Admitted)
+                and records[int(event.request_id)].started_s is None
+            ):
                 records[int(event.request_id)].started_s = event.time_s - begin
         for delta in output.deltas:
             record = records[int(delta.request_id)]
@@ -62,5 +67,10 @@ def run_policies(
 ) -> dict[str, list[Record]]:
     """The same load under each policy, one after the other, with the same weights."""
     windows = {"dynamic": WINDOW_MS / 1000}
-    configs = {policy: replace(config, policy=policy, batch_window_s=windows.get(policy, 0.0)) for policy in policies}
-    return {policy: run_core(core_of(model, own), items, on_done) for policy, own in configs.items()}
+    configs = {
+        policy: replace(config, policy=policy, batch_window_s=windows.get(policy, 0.0))
+        for policy in policies
+    }
+    return {
+        policy: run_core(core_of(model, own), items, on_done) for policy, own in configs.items()
+    }

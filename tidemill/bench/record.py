@@ -10,10 +10,14 @@ from tidemill.planning.records import PERCENTILES, Record, percentile, spread_of
 __all__ = ["PERCENTILES", "Record", "percentile", "spread_of", "summarize"]
 
 
-def summarize(records: Sequence[Record], *, slo_ttft_s: float | None = None, slo_tpot_s: float | None = None) -> dict[str, Any]:
+def summarize(
+    records: Sequence[Record], *, slo_ttft_s: float | None = None, slo_tpot_s: float | None = None
+) -> dict[str, Any]:
     """Everything a table shows. Failures are counted, never averaged in."""
     good = [record for record in records if record.error is None and record.token_times_s]
-    duration = max((record.end_s for record in good), default=0.0) - min((r.sent_s for r in good), default=0.0)
+    duration = max((record.end_s for record in good), default=0.0) - min(
+        (r.sent_s for r in good), default=0.0
+    )
     per_second = 1 / duration if duration > 0 else 0.0
     summary: dict[str, Any] = {
         "requests": len(records),

@@ -1,4 +1,5 @@
-"""Requests and their arrival times: synthetic lengths or a recorded trace; Poisson, bursty or recorded arrivals."""
+"""Requests and their arrival times: synthetic lengths or a recorded trace; Poisson, bursty or
+recorded arrivals."""
 
 from __future__ import annotations
 
@@ -38,12 +39,18 @@ def synthetic(
     def around(length: int) -> int:
         return max(1, round(length * rng.uniform(1 - spread, 1 + spread)))
 
-    return [Item(0.0, prefix + _ids(rng, around(prompt_len), vocab), around(output_len)) for _ in range(num_requests)]
+    return [
+        Item(0.0, prefix + _ids(rng, around(prompt_len), vocab), around(output_len))
+        for _ in range(num_requests)
+    ]
 
 
-def arriving(items: Iterable[Item], rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[Item]:
-    """The same requests, `rate` a second on average. Gaps are gamma distributed: burstiness 1 is a Poisson process, larger values
-    come in bursts (the coefficient of variation of the gaps is its square root)."""
+def arriving(
+    items: Iterable[Item], rate: float, *, burstiness: float = 1.0, seed: int = 0
+) -> list[Item]:
+    """The same requests, `rate` a second on average. Gaps are gamma distributed: burstiness 1 is a
+    Poisson process, larger values come in bursts (the coefficient of variation of the gaps is its
+    square root)."""
     rng = random.Random(seed + 1)
     at, out = 0.0, []
     for item in items:
@@ -62,9 +69,10 @@ def read_trace(
     vocab: int = 30_000,
     seed: int = 0,
 ) -> list[Item]:
-    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's JSONL (timestamp in ms,
-    lengths, a number for each block of tokens, so that shared prefixes stay shared), or a recording, with its tokens. Times and
-    lengths are multiplied by the scales; a request that does not fit `max_context` is cut to it."""
+    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's JSONL
+    (timestamp in ms, lengths, a number for each block of tokens, so that shared prefixes stay
+    shared), or a recording, with its tokens. Times and lengths are multiplied by the scales; a
+    request that does not fit `max_context` is cut to it."""
     rows = read_rows(path, limit)
     rng = random.Random(seed)
     items = []

@@ -141,10 +141,7 @@ _MODEL = (
     _fact("no experts", MODEL, "a model without experts", lambda s: not any(s.model.experts)),
     _fact("window", MODEL, "layers with windows", _kind("window")),
     _fact("mixed windows", MODEL, "layers that keep different tokens", lambda s: s.num_kept > 1),
-    *(
-        _fact(kind, MODEL, f"layers with {kind}", _kind(kind))
-        for kind in KINDS_OF_LAYERS
-    ),
+    *(_fact(kind, MODEL, f"layers with {kind}", _kind(kind)) for kind in KINDS_OF_LAYERS),
     _fact(
         "FlexAttention",
         MODEL,

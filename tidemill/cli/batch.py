@@ -40,18 +40,39 @@ _OPTIONS = (
 
 @takes(*_OPTIONS, model="option")
 def batch(
-    source: Annotated[Path, typer.Argument(metavar="INPUT", help="A file of requests, one JSON object a line.")],
-    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file of results. One that is there is continued.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="A file of requests, one JSON object a line.")
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUTPUT", help="The file of results. One that is there is continued."
+        ),
+    ],
     settings: Settings,
-    errors: Annotated[Path | None, typer.Option(help="A file for the lines that failed. Default: they are in OUTPUT.")] = None,
-    ordered: Annotated[bool, typer.Option(help="Results in the order of the input; else as they are finished.")] = False,
+    errors: Annotated[
+        Path | None,
+        typer.Option(help="A file for the lines that failed. Default: they are in OUTPUT."),
+    ] = None,
+    ordered: Annotated[
+        bool, typer.Option(help="Results in the order of the input; else as they are finished.")
+    ] = False,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Lines executed at once. Default: twice --max-requests; with --url, 64.")
+        int | None,
+        typer.Option(
+            min=1, help="Lines executed at once. Default: twice --max-requests; with --url, 64."
+        ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Send the lines to a server, http://HOST:PORT or unix:PATH, and load no model.")
+        str | None,
+        typer.Option(
+            help="Send the lines to a server, http://HOST:PORT or unix:PATH, and load no model."
+        ),
     ] = None,
-    api_key: Annotated[str, typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY.")] = "",
+    api_key: Annotated[
+        str,
+        typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY."),
+    ] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -61,7 +82,8 @@ def batch(
 ) -> None:
     """Execute a file of requests. Run again, it continues where it ended.
 
-    A line is a request in OpenAI's batch format, or an object with prompt, messages or input and parameters of the request.
+    A line is a request in OpenAI's batch format, or an object with prompt, messages or input and
+    parameters of the request.
     """
     from tidemill.batch.run import Batch
 
@@ -79,7 +101,10 @@ def batch(
     files = Batch(source, target, errors, ordered, defaults)
     try:
         if files.progress.num_kept:
-            console.print(f"{target} has {files.progress.num_kept:,} of {files.progress.total:,} results.", markup=False)
+            console.print(
+                f"{target} has {files.progress.num_kept:,} of {files.progress.total:,} results.",
+                markup=False,
+            )
         stopped = False if files.is_done else asyncio.run(_run(files, make, console))
     finally:
         files.close()
@@ -129,7 +154,12 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
     locate(settings["model"], fetch=True)
 
     async def load(on_loading: Callable[[str, Loading], None]) -> Local:
-        local = Local(Served(settings.engine_options()), at_once, settings["stall-seconds"], settings["start-seconds"])
+        local = Local(
+            Served(settings.engine_options()),
+            at_once,
+            settings["stall-seconds"],
+            settings["start-seconds"],
+        )
         try:
             await local.start(on_loading)
         except BaseException:
@@ -172,11 +202,15 @@ def _ray_backend(settings: Settings, at_once: int | None) -> _Make:
 def _check_no_model(settings: Settings) -> None:
     for name in _OPTIONS:
         if settings.source(name) == f"--{name}":
-            raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
+            raise ConfigError(
+                f"--{name} is of a model in this process.",
+                fix="With --url, the server has its own options.",
+            )
 
 
 async def _run(files: Batch, make: _Make, console: Console) -> bool:
-    """Runs the batches; returns whether the run was interrupted. In that case everything finished is written."""
+    """Runs the batches; returns whether the run was interrupted. In that case everything finished
+    is written."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -193,7 +227,13 @@ async def _run(files: Batch, make: _Make, console: Console) -> bool:
 
     def on_progress(done: Done) -> None:
         failed = f", {done.num_failed:,} failed" if done.num_failed else ""
-        bar.update(task, description="Lines", completed=done.num_done, total=done.total, rate=f"{done.rate:.1f}/s{failed}")
+        bar.update(
+            task,
+            description="Lines",
+            completed=done.num_done,
+            total=done.total,
+            rate=f"{done.rate:.1f}/s{failed}",
+        )
 
     async def main() -> None:
         with loading:

@@ -25,7 +25,9 @@ from tidemill.cli.settings import EPILOG, Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
 
-app = typer.Typer(help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None
+)
 console = Console(stderr=True, highlight=False)
 
 
@@ -44,19 +46,35 @@ def _check_json(path: Path | None) -> Path | None:
     return path
 
 
-NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How many requests to send.")]
+NumRequests = Annotated[
+    int, typer.Option("--requests", "-r", min=1, help="How many requests to send.")
+]
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, on average.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate for each, on average.")]
 Spread = Annotated[
-    float, typer.Option(min=0, max=1, help="How much lengths vary: 0.5 is from half to one and a half times the given ones.")
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="How much lengths vary: 0.5 is from half to one and a half times the given ones.",
+    ),
 ]
 SharedPrefix = Annotated[
-    int, typer.Option(min=0, help="Tokens at the beginning that all prompts share, to measure prefix caching.")
+    int,
+    typer.Option(
+        min=0, help="Tokens at the beginning that all prompts share, to measure prefix caching."
+    ),
 ]
 JsonPath = Annotated[
-    Path | None, typer.Option("--json", callback=_check_json, help="Also write the figures into this JSON file.")
+    Path | None,
+    typer.Option(
+        "--json", callback=_check_json, help="Also write the figures into this JSON file."
+    ),
 ]
-PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write charts (PNG) into this folder; needs matplotlib.")]
+PlotDir = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Write charts (PNG) into this folder; needs matplotlib."),
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
@@ -64,9 +82,17 @@ TraceFile = Annotated[
     ),
 ]
 TimeScale = Annotated[
-    float, typer.Option(min=1e-6, max=1e6, help="Multiply the times in a trace by this: 0.5 sends twice as fast.")
+    float,
+    typer.Option(
+        min=1e-6, max=1e6, help="Multiply the times in a trace by this: 0.5 sends twice as fast."
+    ),
 ]
-LengthScale = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Multiply the prompt and output lengths in a trace by this.")]
+LengthScale = Annotated[
+    float,
+    typer.Option(
+        min=1e-6, max=1e6, help="Multiply the prompt and output lengths in a trace by this."
+    ),
+]
 
 
 @app.callback()
@@ -80,7 +106,9 @@ def latency(
     settings: Settings,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="How many runs to take the median of; one more warms up.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How many runs to take the median of; one more warms up.")
+    ] = 5,
     json_path: JsonPath = None,
 ) -> None:
     """One stream: time to first token and time per output token."""
@@ -126,7 +154,9 @@ def throughput(
     from tidemill.bench.offline import run_core
 
     llm = _load(settings)
-    items = _drawn(llm, requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix)
+    items = _drawn(
+        llm, requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix
+    )
     with _bar("Requests", requests) as done:
         records = run_core(llm.core, items, done)
     figures = summarize(records)
@@ -135,20 +165,31 @@ def throughput(
 
         path = plot_timelines({settings["policy"]: records}, plot / "timeline.png")
         console.print(f"wrote {path}")
-    _report(_table({settings["model"]: figures}, f"{requests} requests, offline"), figures, json_path)
+    _report(
+        _table({settings["model"]: figures}, f"{requests} requests, offline"), figures, json_path
+    )
 
 
 @app.command(cls=Command)
 def serve(
     url: Annotated[
-        str, typer.Option("--url", "--base-url", help="Any OpenAI-compatible server: http://HOST:PORT or unix:PATH.")
+        str,
+        typer.Option(
+            "--url",
+            "--base-url",
+            help="Any OpenAI-compatible server: http://HOST:PORT or unix:PATH.",
+        ),
     ] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="The model's name at the server.")] = "smollm2",
     rate: Annotated[
         list[float] | None,
-        typer.Option(min=1e-6, max=1e6, help="Requests per second; several values make a sweep. Default: 1."),
+        typer.Option(
+            min=1e-6, max=1e6, help="Requests per second; several values make a sweep. Default: 1."
+        ),
     ] = None,
-    burstiness: Annotated[float, typer.Option(min=1e-3, max=1e3, help="1: Poisson arrivals; more: bursts (gamma).")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(min=1e-3, max=1e3, help="1: Poisson arrivals; more: bursts (gamma).")
+    ] = 1.0,
     requests: NumRequests = 32,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
@@ -157,23 +198,42 @@ def serve(
     trace: TraceFile = None,
     time_scale: TimeScale = 1.0,
     length_scale: LengthScale = 1.0,
-    max_context: Annotated[int, typer.Option(min=2, help="Cut a trace's requests to this many tokens.")] = 4096,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
+    max_context: Annotated[
+        int, typer.Option(min=2, help="Cut a trace's requests to this many tokens.")
+    ] = 4096,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="A request is good if its first token came within this.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="... and each further one within this, on average.")
+    ] = None,
     vocab: Annotated[
-        int, typer.Option(min=200, help="Prompts are random token ids below this; at most the size of the model's vocabulary.")
+        int,
+        typer.Option(
+            min=200,
+            help="Prompts are random token ids below this; at most the size of the model's vocabulary.",
+        ),
     ] = 30_000,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos).")
+        bool,
+        typer.Option(
+            help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos)."
+        ),
     ] = True,
-    api_key: Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")
+    ] = "",
     seed: Annotated[
-        int | None, typer.Option(help="Of prompts and arrivals. Default: a new one, so that nothing is cached.")
+        int | None,
+        typer.Option(
+            help="Of prompts and arrivals. Default: a new one, so that nothing is cached."
+        ),
     ] = None,
     json_path: JsonPath = None,
     plot: PlotDir = None,
 ) -> None:
-    """Open-loop load on a server: requests are sent when they are due, whether or not earlier ones have finished."""
+    """Open-loop load on a server: requests are sent when they are due, whether or not earlier ones
+    have finished."""
     from tidemill.bench.http import check_server, run_load
 
     check_server(url, api_key)
@@ -181,7 +241,8 @@ def serve(
     summaries: dict[str, dict[str, Any]] = {}
     rates = [0.0] if trace else list(dict.fromkeys(rate or [1.0]))
     first_seed = secrets.randbits(32) if seed is None else seed
-    for seed, each in enumerate(rates, first_seed):  # other prompts at every rate: the prefix cache must not help the second
+    # other prompts at every rate: the prefix cache must not help the second
+    for seed, each in enumerate(rates, first_seed):
         if trace:
             items = read_trace(
                 trace,
@@ -195,7 +256,13 @@ def serve(
             name = trace.name
         else:
             drawn = synthetic(
-                requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix, vocab=vocab, seed=seed
+                requests,
+                prompt_len,
+                output_len,
+                spread=spread,
+                shared_prefix=shared_prefix,
+                vocab=vocab,
+                seed=seed,
             )
             items = arriving(drawn, each, burstiness=burstiness, seed=seed)
             name = f"{each:g} requests/s"
@@ -212,8 +279,12 @@ def serve(
 
         for number, (name, records) in enumerate(runs.items()):
             if any(record.error is None for record in records):
-                console.print(f"wrote {plots.plot_latencies(records, plot / f'latency-{number}.png')}")
-                console.print(f"wrote {plots.plot_timelines({name: records}, plot / f'timeline-{number}.png')}")
+                console.print(
+                    f"wrote {plots.plot_latencies(records, plot / f'latency-{number}.png')}"
+                )
+                console.print(
+                    f"wrote {plots.plot_timelines({name: records}, plot / f'timeline-{number}.png')}"
+                )
         if len(rates) > 1:
             points = list(zip(rates, summaries.values(), strict=True))
             console.print(f"wrote {plots.plot_rates(points, plot / 'rates.png')}")
@@ -231,7 +302,8 @@ def policies(
     output_len: OutputLen = 48,
     spread: Spread = 0.9,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e6, help="Requests per second; without it all arrive at once.")
+        float | None,
+        typer.Option(min=1e-6, max=1e6, help="Requests per second; without it all arrive at once."),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="These policies; default: all.")] = None,
     json_path: JsonPath = None,
@@ -242,7 +314,10 @@ def policies(
 
     names = only or ["none", "static", "dynamic", "prefill-first", "splitfuse", "continuous"]
     if unknown := set(names) - set(POLICIES):
-        raise ConfigError(f"There is no scheduling policy {unknown.pop()!r}.", fix=f"Choose among {', '.join(POLICIES)}.")
+        raise ConfigError(
+            f"There is no scheduling policy {unknown.pop()!r}.",
+            fix=f"Choose among {', '.join(POLICIES)}.",
+        )
     llm = _load(settings)
     items = _drawn(llm, requests, prompt_len, output_len, spread=spread)
     if rate is not None:
@@ -270,23 +345,38 @@ def _load(settings: Settings) -> Any:
 def _drawn(llm: Any, requests: int, prompt_len: int, output_len: int, **more: Any) -> list[Item]:
     """Synthetic requests that the model's vocabulary and context can hold."""
     items = synthetic(requests, prompt_len, output_len, vocab=llm.model_config.vocab_size, **more)
-    longest, context = max(len(item.prompt_ids) + item.num_output for item in items), llm.config.max_context
+    longest, context = (
+        max(len(item.prompt_ids) + item.num_output for item in items),
+        llm.config.max_context,
+    )
     if longest > context:
-        raise ConfigError(f"A request of {longest} tokens does not fit the context of {context}.", fix="Ask for shorter ones.")
+        raise ConfigError(
+            f"A request of {longest} tokens does not fit the context of {context}.",
+            fix="Ask for shorter ones.",
+        )
     return items
 
 
 @contextmanager
 def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(label, total=total)
         yield lambda completed: progress.update(task, completed=completed)
 
 
 def _table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
-    table = Table("", *summaries, title=title, title_justify="left", caption=caption, caption_justify="left")
+    table = Table(
+        "", *summaries, title=title, title_justify="left", caption=caption, caption_justify="left"
+    )
 
     def row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
         table.add_row(label, *(cell(summary) for summary in summaries.values()))
@@ -304,7 +394,10 @@ def _table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     ):
         table.add_row(label, *(_percentiles(summary[key]) for summary in summaries.values()))
     if any("slo_met" in summary for summary in summaries.values()):
-        row("goodput, requests/s", lambda s: f"{s['goodput_requests_per_s']:.2f} ({s['slo_met']:.0%} within SLO)")
+        row(
+            "goodput, requests/s",
+            lambda s: f"{s['goodput_requests_per_s']:.2f} ({s['slo_met']:.0%} within SLO)",
+        )
     for summary in summaries.values():
         for error, count in list(summary.get("errors", {}).items())[:5]:
             table.add_row(f"{count} failed", escape(error))

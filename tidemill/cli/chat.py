@@ -14,7 +14,16 @@ from rich.console import Console
 
 from tidemill.cli.chat_backends import Backend, Local, Remote
 from tidemill.cli.chat_input import Input, make_input, no_echo
-from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP, only_lora, warn_if_noisy
+from tidemill.cli.generate import (
+    MaxTokens,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    only_lora,
+    warn_if_noisy,
+)
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError, TidemillError
@@ -40,12 +49,22 @@ _COMMANDS = {
 @takes(*ENGINE_NAMES, "lora", "max-lora-rank")
 def chat(
     settings: Settings,
-    prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Without it, a conversation.")] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Talk to a server with the OpenAI API, at http://HOST:PORT or unix:PATH.")
+    prompt: Annotated[
+        str | None, typer.Argument(help="Answer this and exit. Without it, a conversation.")
     ] = None,
-    api_key: Annotated[str, typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY.")] = "",
-    system: Annotated[str | None, typer.Option(help="System prompt: how the model should behave.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Talk to a server with the OpenAI API, at http://HOST:PORT or unix:PATH."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY."),
+    ] = "",
+    system: Annotated[
+        str | None, typer.Option(help="System prompt: how the model should behave.")
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -79,23 +98,32 @@ def chat(
 def _backend(
     settings: Settings, url: str | None, api_key: str, console: Console, prompt: str | None
 ) -> tuple[Backend, bool]:
-    """Who answers, and whether what stands in the place of the model is the prompt: with a server, nobody has to name its
-    model."""
+    """Who answers, and whether what stands in the place of the model is the prompt: with a server,
+    nobody has to name its model."""
     if url is None:
         if api_key:
             raise ConfigError("--api-key is of a server.", fix="Give its address with --url.")
         from tidemill.engine.llm import LLM  # brings torch
 
         lora = only_lora(settings)
-        return Local(LLM(progress=console.is_terminal, **settings.engine), lora or settings["model"], lora), False
+        return Local(
+            LLM(progress=console.is_terminal, **settings.engine), lora or settings["model"], lora
+        ), False
     for name in (*ENGINE_NAMES, "lora", "max-lora-rank"):
         if name != "model" and settings.source(name).startswith("--"):
-            raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
+            raise ConfigError(
+                f"--{name} is of a model in this process.",
+                fix="With --url, the server has its own options.",
+            )
     model = settings["model"] if settings.source("model") else None
     server = Remote(url, api_key)
     is_words = model is not None and prompt is None and model not in server.models
     if is_words:
-        console.print(f"{model!r} is none of the server's models, so it is the prompt.", style="dim", markup=False)
+        console.print(
+            f"{model!r} is none of the server's models, so it is the prompt.",
+            style="dim",
+            markup=False,
+        )
     server.name = model if model is not None and not is_words else server.models[0]
     return server, is_words
 
@@ -103,10 +131,14 @@ def _backend(
 class Conversation:
     """Messages so far, what was set, and the commands that change them."""
 
-    def __init__(self, backend: Backend, console: Console, sampling: dict[str, Any], system: str | None) -> None:
+    def __init__(
+        self, backend: Backend, console: Console, sampling: dict[str, Any], system: str | None
+    ) -> None:
         self._backend, self._console, self._sampling = backend, console, sampling
         self._responding = self._listening = False
-        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, Any]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
 
     def on_interrupt(self, *_: object) -> None:
         """Ctrl-C ends a response or a line being typed."""
@@ -162,12 +194,16 @@ class Conversation:
         name, _, value = text.partition(" ")
         if not name:
             known = self._backend.defaults() | self._sampling
-            return self._confirm(", ".join(f"{each} {known.get(each, 'default')}" for each in _KINDS))
+            return self._confirm(
+                ", ".join(f"{each} {known.get(each, 'default')}" for each in _KINDS)
+            )
         name = name.replace("-", "_")
         if name not in _KINDS:
             return self._complain(f"There is no parameter {name}. Possible: {', '.join(_KINDS)}.")
         if not value:
-            return self._complain(f"Give a value, like /set {name} {self._backend.defaults().get(name, 1)}, or default.")
+            return self._complain(
+                f"Give a value, like /set {name} {self._backend.defaults().get(name, 1)}, or default."
+            )
         if value == "default":
             self._sampling.pop(name, None)
             return self._confirm(f"{name} is the default.")
@@ -175,7 +211,9 @@ class Conversation:
             changed = self._sampling | {name: _KINDS[name](value)}
             SamplingParams(**changed)
         except (ValueError, TidemillError) as error:
-            return self._complain(str(error) if isinstance(error, TidemillError) else f"{name} cannot be {value!r}.")
+            return self._complain(
+                str(error) if isinstance(error, TidemillError) else f"{name} cannot be {value!r}."
+            )
         self._sampling = changed
         return self._confirm(f"{name} is {value}.")
 
@@ -190,13 +228,18 @@ class Conversation:
 
     def _clear(self, _: str) -> None:
         self._messages = self._messages[:1] if self._has_system else []
-        self._confirm("The conversation starts over." + (" The system prompt stays." if self._has_system else ""))
+        self._confirm(
+            "The conversation starts over."
+            + (" The system prompt stays." if self._has_system else "")
+        )
 
     def _save(self, name: str) -> None:
         if not name:
             return self._complain("Give a file: /save FILE")
         try:
-            Path(name).expanduser().write_text(json.dumps({"messages": self._messages}, indent=2, ensure_ascii=False) + "\n")
+            Path(name).expanduser().write_text(
+                json.dumps({"messages": self._messages}, indent=2, ensure_ascii=False) + "\n"
+            )
         except OSError as error:
             return self._complain(f"{name} cannot be written: {error}.")
         return self._confirm(f"{len(self._messages)} messages are in {name}.")
@@ -208,7 +251,9 @@ class Conversation:
             read = json.loads(Path(name).expanduser().read_text())
             messages = read["messages"] if isinstance(read, dict) else read
             is_right = isinstance(messages, list) and all(
-                isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+                isinstance(each, dict)
+                and isinstance(each.get("role"), str)
+                and isinstance(each.get("content"), str)
                 for each in messages
             )
         except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -216,7 +261,9 @@ class Conversation:
         if not is_right:
             return self._complain(f"{name} holds no messages with a role and a text.")
         self._messages = messages
-        return self._confirm(f"{len(messages)} messages from {name}. The conversation goes on from there.")
+        return self._confirm(
+            f"{len(messages)} messages from {name}. The conversation goes on from there."
+        )
 
     def _help(self, _: str) -> None:
         for name, words in _COMMANDS.items():
@@ -230,7 +277,8 @@ class Conversation:
         return bool(self._messages) and self._messages[0]["role"] == "system"
 
     def _answer(self, messages: list[dict[str, Any]]) -> bool:
-        """Answer the last of the messages. What was asked and the answer, as far as it came, are kept."""
+        """Answer the last of the messages. What was asked and the answer, as far as it came, are
+        kept."""
         pieces: list[str] = []
         try:
             self._responding = True

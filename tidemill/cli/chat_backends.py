@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     name: str
 
-    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    def reply(
+        self, messages: list[dict[str, Any]], sampling: dict[str, Any]
+    ) -> Iterator[tuple[str, bool]]:
         """Pieces of the answer, and whether each is reasoning."""
         ...
 
@@ -38,11 +40,15 @@ class Local:
     def __init__(self, llm: LLM, name: str, lora: str | None = None) -> None:
         self.name, self._llm, self._lora = name, llm, lora
 
-    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    def reply(
+        self, messages: list[dict[str, Any]], sampling: dict[str, Any]
+    ) -> Iterator[tuple[str, bool]]:
         context = self._llm.config.max_context
         ids = self._llm.tokenizer.encode_chat(messages, max_tokens=context)
         room = max(1, context - len(ids))
-        fits = {"max_tokens": min(sampling["max_tokens"], room)} if sampling.get("max_tokens") else {}
+        fits = (
+            {"max_tokens": min(sampling["max_tokens"], room)} if sampling.get("max_tokens") else {}
+        )
         for piece in self._llm.stream(ids, SamplingParams(**sampling | fits), lora=self._lora):
             yield piece, False
 
@@ -74,8 +80,15 @@ class Remote:
             raise BadResponse(self._client.url, "lists no model at /v1/models")
         return found
 
-    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | sampling
+    def reply(
+        self, messages: list[dict[str, Any]], sampling: dict[str, Any]
+    ) -> Iterator[tuple[str, bool]]:
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | sampling
         begin, first, reason, num_pieces = time.perf_counter(), None, None, 0
         usage: dict[str, Any] = {}
         try:
@@ -104,7 +117,9 @@ class Remote:
         return {}
 
 
-def _figures(begin: float, first: float | None, usage: dict[str, Any], reason: str | None, num_pieces: int) -> str:
+def _figures(
+    begin: float, first: float | None, usage: dict[str, Any], reason: str | None, num_pieces: int
+) -> str:
     if first is None:
         return f"no answer, ended by {reason or 'you'}"
     count = usage.get("completion_tokens")

@@ -1,4 +1,5 @@
-"""The source of the lines of `tidemill chat`: an editor with history on a terminal, else plain lines of standard input."""
+"""The source of the lines of `tidemill chat`: an editor with history on a terminal, else plain
+lines of standard input."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def make_input(commands: list[str]) -> Input:
 
 
 class Lines:
-    """Standard input that is not a terminal: a message a line, or several lines that end with a backslash."""
+    """Standard input that is not a terminal: a message a line, or several lines that end with a
+    backslash."""
 
     def read(self) -> str:
         lines = [self._line()]

@@ -17,8 +17,11 @@ class Shell(StrEnum):
     fish = "fish"
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print a script for.")]) -> None:
-    """Print a script for completion by Tab. For bash, add to ~/.bashrc: eval "$(tidemill completion bash)"."""
+def completion(
+    shell: Annotated[Shell, typer.Argument(help="The shell to print a script for.")],
+) -> None:
+    """Print a script for completion by Tab. For bash, add to ~/.bashrc: eval "$(tidemill completion
+    bash)"."""
     print(get_completion_script(prog_name="tidemill", complete_var=VARIABLE, shell=shell.value))
 
 

@@ -19,7 +19,10 @@ from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, 
 def distill(
     settings: Settings,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    layers: Annotated[int, typer.Option(help="Of the student: it begins as so many of the teacher's, spread evenly.")],
+    layers: Annotated[
+        int,
+        typer.Option(help="Of the student: it begins as so many of the teacher's, spread evenly."),
+    ],
     loss: Annotated[
         str,
         typer.Option(
@@ -35,11 +38,14 @@ def distill(
     samples: Samples = 512,
     seq_len: SeqLen = 256,
     seed: Seed = 0,
-    out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
+    out_dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Distill a model into a student of fewer layers. It serves alone or as --draft-model. The same command goes on where it was
-    stopped."""
+    """Distill a model into a student of fewer layers. It serves alone or as --draft-model. The same
+    command goes on where it was stopped."""
     from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.distill import DistillOptions, distill
     from tidemill.compress.student import Learning
@@ -53,10 +59,15 @@ def distill(
     with Stages(Console(stderr=True, highlight=False)) as shown, stops_in_order(out):
         result = distill(options, shown, shown.is_stopped)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{out}: {result['layers']} of {result['of']} layers, {result['bytes']:,} bytes.", markup=False)
+    console.print(
+        f"{out}: {result['layers']} of {result['of']} layers, {result['bytes']:,} bytes.",
+        markup=False,
+    )
     model = settings["model"]
     console.print(f"Compare it with: tidemill evaluate {out} --against {model}", markup=False)
-    console.print(f"Use it for drafts with: tidemill serve {model} --draft-model {out}", markup=False)
+    console.print(
+        f"Use it for drafts with: tidemill serve {model} --draft-model {out}", markup=False
+    )
 
 
 @contextmanager
@@ -68,5 +79,8 @@ def stops_in_order(out: Path) -> Iterator[None]:
         yield
     except (Stopped, KeyboardInterrupt):
         console = Console(stderr=True, highlight=False)
-        console.print(f"Stopped. The same command goes on from here; what it needs is in {out}.partial.", markup=False)
+        console.print(
+            f"Stopped. The same command goes on from here; what it needs is in {out}.partial.",
+            markup=False,
+        )
         raise typer.Exit(130) from None

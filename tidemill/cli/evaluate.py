@@ -25,10 +25,15 @@ _MAX_ITEMS = 10_000
 @takes("model", "dtype", "device", "threads", "max-context")
 def evaluate(
     settings: Settings,
-    against: Annotated[str | None, typer.Option(help="The original: its figures stand beside, and distances to it.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="The original: its figures stand beside, and distances to it."),
+    ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help=".txt, or .jsonl with an object of text, messages or ids a line. Default: Python's documentation."),
+        typer.Option(
+            help=".txt, or .jsonl with an object of text, messages or ids a line. Default: Python's documentation."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text; 0: none.")] = 4096,
     tasks: Annotated[
@@ -39,17 +44,24 @@ def evaluate(
         ),
     ] = "all",
     items: Annotated[int, typer.Option(help="Of each generated task.")] = 20,
-    lengths: Annotated[str, typer.Option(help="Of passkey prompts, in tokens. Default: 256,512,1024.")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Of passkey prompts, in tokens. Default: 256,512,1024.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Of generated tasks.")] = 0,
-    output: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was measured to this file.")
+    ] = None,
 ) -> None:
-    """Measure a model's quality and speed, as it is served. Figures are perplexity, KL divergence and top-1
-    agreement with the original, speed, and small tasks."""
+    """Measure a model's quality and speed, as it is served. Figures are perplexity, KL divergence
+    and top-1 agreement with the original, speed, and small tasks."""
     from tidemill.compress.evaluate import evaluate, text_sha256, text_windows  # brings torch
     from tidemill.engine.llm import LLM
 
     if not 0 <= tokens < 2**31 or not 1 <= items <= _MAX_ITEMS:
-        raise ConfigError(f"--tokens is {tokens}, --items {items}.", fix=f"They must be 0 or more, and 1 to {_MAX_ITEMS}.")
+        raise ConfigError(
+            f"--tokens is {tokens}, --items {items}.",
+            fix=f"They must be 0 or more, and 1 to {_MAX_ITEMS}.",
+        )
     if output is not None:
         _check_output(output)
     suites = _suites(tasks, items, lengths, seed)
@@ -57,21 +69,31 @@ def evaluate(
     raise_on_interrupt()
     names = [settings["model"]] if against is None else [against, settings["model"]]
     if len(set(names)) < len(names):
-        raise ConfigError("The model is its own original.", fix="Give another with --against.", param="against")
+        raise ConfigError(
+            "The model is its own original.", fix="Give another with --against.", param="against"
+        )
     engine = {"max_requests": 32} | settings.engine
     models = {name: LLM(progress=console.is_terminal, **engine | {"model": name}) for name in names}
     windows = text_windows(models[settings["model"]], text, tokens) if tokens else []
     with Stages(console) as shown:
-        evaluations = evaluate(models, windows, suites, shown, text_sha256(text) if windows else None)
+        evaluations = evaluate(
+            models, windows, suites, shown, text_sha256(text) if windows else None
+        )
     print_table(Console(highlight=False), evaluations)
     if output is not None:
-        output.write_text(json.dumps([evaluation.to_json() for evaluation in evaluations], indent=2) + "\n")
+        output.write_text(
+            json.dumps([evaluation.to_json() for evaluation in evaluations], indent=2) + "\n"
+        )
 
 
 def _check_output(path: Path) -> None:
     """Before anything is measured."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written.", fix="Give a file in a folder that is there.", param="json")
+        raise ConfigError(
+            f"--json {path} cannot be written.",
+            fix="Give a file in a folder that is there.",
+            param="json",
+        )
 
 
 def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:
@@ -82,9 +104,13 @@ def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:
     try:
         sizes = tuple(int(part) for part in lengths.split(",") if part.strip())
     except ValueError:
-        raise ConfigError(f"--lengths is {lengths!r}.", fix="Write numbers like 256,512.", param="lengths") from None
+        raise ConfigError(
+            f"--lengths is {lengths!r}.", fix="Write numbers like 256,512.", param="lengths"
+        ) from None
     if any(size < 1 for size in sizes):
-        raise ConfigError(f"--lengths is {lengths!r}.", fix="They must be positive.", param="lengths")
+        raise ConfigError(
+            f"--lengths is {lengths!r}.", fix="They must be positive.", param="lengths"
+        )
     suites: list[Suite] = []
     for name in names:
         if name == "passkey":
@@ -95,7 +121,11 @@ def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:
             suites.append(read_choices(Path(name).expanduser()))
         else:
             known = ", ".join(SUITES)
-            raise ConfigError(f"There is no task {name!r}.", fix=f"Give some of {known}, or a .jsonl file.", param="tasks")
+            raise ConfigError(
+                f"There is no task {name!r}.",
+                fix=f"Give some of {known}, or a .jsonl file.",
+                param="tasks",
+            )
     return suites
 
 
@@ -121,8 +151,12 @@ def _rows(evaluations: list[Evaluation]) -> dict[str, list[str]]:
         rows["text, SHA-256"] = [(evaluation.text_sha256 or "")[:12] for evaluation in evaluations]
         rows["perplexity"] = [f"{quality.perplexity:.4f}" for quality in qualities]
         if len(evaluations) > 1:
-            rows["KL to the original"] = ["" if quality.kl is None else f"{quality.kl:.5f}" for quality in qualities]
-            rows["top-1 agreement"] = ["" if quality.top1 is None else f"{quality.top1:.2%}" for quality in qualities]
+            rows["KL to the original"] = [
+                "" if quality.kl is None else f"{quality.kl:.5f}" for quality in qualities
+            ]
+            rows["top-1 agreement"] = [
+                "" if quality.top1 is None else f"{quality.top1:.2%}" for quality in qualities
+            ]
     for name in evaluations[0].scores:
         scores = [evaluation.scores[name] for evaluation in evaluations]
         if scores[0].acc_norm is None:

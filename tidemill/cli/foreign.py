@@ -18,8 +18,15 @@ _BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}
 def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
     """The arguments with only this command's own flags. `params`: the command's, as click has them."""
     params = list(params)
-    values = {opt: not getattr(param, "is_flag", False) for param in params for opt in (*param.opts, *param.secondary_opts)}
-    known = {opt: takes for opt, takes in values.items() if opt.startswith("-")} | {"--help": False, "-h": False}
+    values = {
+        opt: not getattr(param, "is_flag", False)
+        for param in params
+        for opt in (*param.opts, *param.secondary_opts)
+    }
+    known = {opt: takes for opt, takes in values.items() if opt.startswith("-")} | {
+        "--help": False,
+        "-h": False,
+    }
     if any(param.param_type_name == "argument" and param.name == "model" for param in params):
         known["MODEL"] = True
     left, done, has_model = list(args), list[str](), False
@@ -49,7 +56,8 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
                     continue
             for name in reversed(member.split(".") if member else ()):
                 value = json.dumps({name: _json(value)})
-            is_open = foreign.several or flag == "--served-model-name"  # vLLM takes several, with spaces between them
+            # vLLM takes several, with spaces between them
+            is_open = foreign.several or flag == "--served-model-name"
             while is_open and has_model and left and not left[0].startswith("-"):
                 value += ("\n" if foreign.several else ",") + left.pop(0)
             try:
@@ -81,8 +89,8 @@ def _together(errors: list[ConfigError]) -> ConfigError:
 
 
 def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
-    """A flag, the member after a dot, the equals sign, and the value after it: `--flag=1`, and of others' short flags, as vLLM
-    has them, `-O3`, `-tp=2` and `-cc.mode=3`."""
+    """A flag, the member after a dot, the equals sign, and the value after it: `--flag=1`, and of
+    others' short flags, as vLLM has them, `-O3`, `-tp=2` and `-cc.mode=3`."""
     flag, equals, value = arg.partition("=")
     if arg.startswith("--"):
         flag = flag.replace("_", "-")
@@ -92,14 +100,21 @@ def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
         return arg, "", "", ""
     base, dot, member = flag.partition(".")
     is_whole = not dot or flag in known or flag in _BY_FLAG or base not in _BY_FLAG
-    return (flag, "", equals, value) if is_whole else (base, member.replace("-", "_"), equals, value)
+    return (
+        (flag, "", equals, value) if is_whole else (base, member.replace("-", "_"), equals, value)
+    )
 
 
 def _whole(flag: str, known: Iterable[str]) -> str:
-    """A flag of vLLM or SGLang by its beginning, as they take it: if it means one of ours, and no other begins so."""
+    """A flag of vLLM or SGLang by its beginning, as they take it: if it means one of ours, and no
+    other begins so."""
     if flag in _BY_FLAG or not flag.startswith("--") or any(own.startswith(flag) for own in known):
         return flag
-    found = {foreign.names: (name, foreign) for name, foreign in _BY_FLAG.items() if name.startswith(flag)}
+    found = {
+        foreign.names: (name, foreign)
+        for name, foreign in _BY_FLAG.items()
+        if name.startswith(flag)
+    }
     if len(found) != 1 or len(flag) <= 5:
         return flag
     name, foreign = next(iter(found.values()))
@@ -113,17 +128,23 @@ def _peers(args: Iterable[str]) -> set[str]:
 
 
 def _joined(args: list[str]) -> list[str]:
-    """One JSON object instead of several for the same option; of a member that is given twice, the last one counts. Sampling
-    defaults that are one word are the base of the others."""
+    """One JSON object instead of several for the same option; of a member that is given twice, the
+    last one counts. Sampling defaults that are one word are the base of the others."""
     for option in {each.inside[0] for each in FOREIGN if each.inside[0]}:
-        split = [word for arg in args for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else (arg,))]
+        split = [
+            word
+            for arg in args
+            for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else (arg,))
+        ]
         places = [i for i, arg in enumerate(split[:-1]) if arg == option]
         if len(places) > 1:
             try:
                 objects = [_object(option, split[i + 1]) for i in places]
             except (ValueError, RecursionError):
                 return args  # told where it is read
-            split[places[0] + 1] = json.dumps({name: value for fields in objects for name, value in fields.items()})
+            split[places[0] + 1] = json.dumps(
+                {name: value for fields in objects for name, value in fields.items()}
+            )
             for i in reversed(places[1:]):
                 del split[i : i + 2]
             args = split
@@ -161,16 +182,26 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
     if mine is not None:
         if foreign.several:
             words = value.split("\n")
-            return [word for part in (value.split(",") if foreign.by_commas else words) for word in (mine, part)]
+            return [
+                word
+                for part in (value.split(",") if foreign.by_commas else words)
+                for word in (mine, part)
+            ]
         has_value = foreign.takes_value and not foreign.is_switch
         return [value] if mine == "MODEL" else [mine, value + foreign.unit] if has_value else [mine]
     option, member = foreign.inside
     if option in known:
         return [option, json.dumps({member: _json(value)})]
     if (foreign.ours or option) and not foreign.is_optional:
-        raise ConfigError(f"This command has no {(*foreign.ours, option)[0]}, which {flag} means.", fix="See --help.")
+        raise ConfigError(
+            f"This command has no {(*foreign.ours, option)[0]}, which {flag} means.",
+            fix="See --help.",
+        )
     if foreign.accepted is not None and value not in foreign.accepted:
-        raise ConfigError(f"{flag} {value} is not supported: {foreign.why}.", fix=f"Possible: {', '.join(foreign.accepted)}.")
+        raise ConfigError(
+            f"{flag} {value} is not supported: {foreign.why}.",
+            fix=f"Possible: {', '.join(foreign.accepted)}.",
+        )
     if foreign is _BY_FLAG["-ngl"] and value == "0":
         return ["--device", "cpu"]
     print(f"note: {flag} has no effect: {foreign.why}.", file=sys.stderr)
@@ -189,7 +220,12 @@ def _stands_for(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -
     if words is None:
         fix = f"Possible: {', '.join(foreign.stands_for)}."
         raise ConfigError(f"{flag} {value} is not supported.", fix=fix)
-    there = [word for pair in zip(words[::2], words[1::2], strict=True) if pair[0] in known for word in pair]
+    there = [
+        word
+        for pair in zip(words[::2], words[1::2], strict=True)
+        if pair[0] in known
+        for word in pair
+    ]
     if words and not there:
         raise ConfigError(f"This command has no {words[0]}, which {flag} means.", fix="See --help.")
     return there
@@ -199,12 +235,19 @@ def _unknown(flag: str, known: Collection[str]) -> ConfigError:
     name = flag.partition("=")[0]
     see = f"See {'--help-all' if '--help-all' in known else '--help'}."
     candidates = [*known, *(name for name, foreign in _BY_FLAG.items() if foreign.is_translated)]
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8) if name.startswith("--") else []
-    return ConfigError(f"There is no option {name}.", fix=f"Did you mean {near[0]}?" if near else see)
+    near = (
+        difflib.get_close_matches(name, candidates, n=1, cutoff=0.8)
+        if name.startswith("--")
+        else []
+    )
+    return ConfigError(
+        f"There is no option {name}.", fix=f"Did you mean {near[0]}?" if near else see
+    )
 
 
 def hint(key: str, options: Collection[str]) -> str:
-    """A hint for a key of a config file that is another program's; empty: it is none. `options`: names of ours."""
+    """A hint for a key of a config file that is another program's; empty: it is none. `options`:
+    names of ours."""
     foreign = _BY_FLAG.get(f"--{key.replace('_', '-')}")
     if foreign is None:
         return ""
@@ -216,23 +259,37 @@ def hint(key: str, options: Collection[str]) -> str:
     option, member = foreign.inside
     if option:
         return f"Write {option.removeprefix('--')} = '{{\"{member}\": ...}}'."
-    if meant := sorted({word.removeprefix("--") for words in foreign.stands_for.values() for word in words[::2]}):
+    if meant := sorted(
+        {word.removeprefix("--") for words in foreign.stands_for.values() for word in words[::2]}
+    ):
         return f"See {', '.join(meant)}."
     if foreign.variable:
         return f"Set the environment variable {foreign.variable}."
-    return f"Leave it out. It has no effect: {foreign.why}." if foreign.why else "It is no option of a config file."
+    return (
+        f"Leave it out. It has no effect: {foreign.why}."
+        if foreign.why
+        else "It is no option of a config file."
+    )
 
 
 def table(is_translated: bool) -> list[str]:
-    """Lines of a table in docs/reference/foreign-flags.md: flags that something of ours stands for, or those without effect."""
+    """Lines of a table in docs/reference/foreign-flags.md: flags that something of ours stands for,
+    or those without effect."""
     lines = ["| flag | of | here |", "|---|---|---|"]
     for each in (foreign for foreign in FOREIGN if foreign.is_translated == is_translated):
         names = ", ".join(f"`{flag}`" for flag in each.flags)
         if each.stands_for:
-            meant = {value: f"`{' '.join(words)}`" if words else "nothing" for value, words in each.stands_for.items()}
-            here = "; ".join(f"{value}: {words}" if value else words for value, words in meant.items())
+            meant = {
+                value: f"`{' '.join(words)}`" if words else "nothing"
+                for value, words in each.stands_for.items()
+            }
+            here = "; ".join(
+                f"{value}: {words}" if value else words for value, words in meant.items()
+            )
         elif each.inside[0]:
-            here = (f"`{each.ours[0]}`; `serve`: " if each.ours else "") + f"`{each.inside[1]}` in `{each.inside[0]}`"
+            here = (
+                f"`{each.ours[0]}`; `serve`: " if each.ours else ""
+            ) + f"`{each.inside[1]}` in `{each.inside[0]}`"
         elif each.is_optional:
             here = f"`{each.ours[0]}`; `serve`: no effect: {each.why}"
         elif each.ours:

@@ -1,4 +1,5 @@
-"""Flags of vLLM, SGLang and llama.cpp that commands take: what stands for each of them here, or why it has no effect."""
+"""Flags of vLLM, SGLang and llama.cpp that commands take: what stands for each of them here, or why
+it has no effect."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ VLLM, SGLANG, LLAMA = "vLLM", "SGLang", "llama.cpp"
 class Foreign:
     """One flag of another program, under all its names.
 
-    `ours`: flags with the same meaning, of which a command has one; a value follows. `inside`: an option of ours that is a JSON
-    object, and the member that the value is. `stands_for`: what each value means, as arguments of ours. Without any of these the
-    flag has no effect on answers and is accepted with a note; `why` gives the reason.
+    `ours`: flags with the same meaning, of which a command has one; a value follows. `inside`: an
+    option of ours that is a JSON object, and the member that the value is. `stands_for`: what each
+    value means, as arguments of ours. Without any of these the flag has no effect on answers and is
+    accepted with a note; `why` gives the reason.
     """
 
     names: str
@@ -24,7 +26,8 @@ class Foreign:
     why: str = ""
     takes_value: bool = True
     automatic: tuple[str, ...] = ()  # values that mean: not given
-    accepted: tuple[str, ...] | None = None  # without `ours`: the values that have no effect; None: all
+    # without `ours`: the values that have no effect; None: all
+    accepted: tuple[str, ...] | None = None
     inside: tuple[str, str] = ("", "")
     stands_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     several: bool = False  # words that follow are values, too
@@ -44,17 +47,31 @@ class Foreign:
         return self.names.split()
 
 
-def _same(names: str, source: str, *ours: str, why: str = "", automatic: tuple[str, ...] = (), unit: str = "") -> Foreign:
+def _same(
+    names: str,
+    source: str,
+    *ours: str,
+    why: str = "",
+    automatic: tuple[str, ...] = (),
+    unit: str = "",
+) -> Foreign:
     return Foreign(names, source, ours, why, automatic=automatic, unit=unit)
 
 
-def _sampling(names: str, source: str, member: str, *ours: str, automatic: tuple[str, ...] = ()) -> Foreign:
+def _sampling(
+    names: str, source: str, member: str, *ours: str, automatic: tuple[str, ...] = ()
+) -> Foreign:
     """A sampling parameter: of the command itself, or what requests get that do not give it."""
     return Foreign(names, source, ours, inside=("--sampling-defaults", member), automatic=automatic)
 
 
 def _choice(names: str, source: str, why: str = "", **stands_for: tuple[str, ...]) -> Foreign:
-    return Foreign(names, source, why=why, stands_for={name.replace("_", "-"): args for name, args in stands_for.items()})
+    return Foreign(
+        names,
+        source,
+        why=why,
+        stands_for={name.replace("_", "-"): args for name, args in stands_for.items()},
+    )
 
 
 def _switch(names: str, source: str, *ours: str, variable: str = "") -> Foreign:
@@ -62,9 +79,16 @@ def _switch(names: str, source: str, *ours: str, variable: str = "") -> Foreign:
 
 
 def _no_effect(
-    names: str, source: str, why: str, *, takes_value: bool = False, accepted: tuple[str, ...] | None = None
+    names: str,
+    source: str,
+    why: str,
+    *,
+    takes_value: bool = False,
+    accepted: tuple[str, ...] | None = None,
 ) -> Foreign:
-    return Foreign(names, source, why=why, takes_value=takes_value or accepted is not None, accepted=accepted)
+    return Foreign(
+        names, source, why=why, takes_value=takes_value or accepted is not None, accepted=accepted
+    )
 
 
 FOREIGN = (

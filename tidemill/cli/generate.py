@@ -22,7 +22,10 @@ _NOISY_ABOVE = 2.0  # the API of OpenAI ends there; others, and this one, do not
 
 # Without a value: the model's default (tidemill models MODEL shows it).
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens.")
+    int | None,
+    typer.Option(
+        "--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens."
+    ),
 ]
 Temperature = Annotated[
     float | None,
@@ -35,11 +38,19 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Sample among the likeliest tokens that together have this probability. Default: the model's."),
+    typer.Option(
+        help="Sample among the likeliest tokens that together have this probability. Default: the model's."
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens; 0: all. Default: the model's.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Sample among this many likeliest tokens; 0: all. Default: the model's."),
+]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1: tokens that occurred before become less likely. Default: the model's.")
+    float | None,
+    typer.Option(
+        help="Above 1: tokens that occurred before become less likely. Default: the model's."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
 
@@ -54,8 +65,12 @@ def generate(
     top_k: TopK = None,
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End at this text; may be given several times.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Wrap the prompt in the model's chat template.")
+    ] = False,
 ) -> None:
     """Complete a text and print it as it is generated."""
     params = given_params(
@@ -84,7 +99,11 @@ def generate(
 
     signal.signal(signal.SIGINT, on_interrupt)
     messages = [{"role": "user", "content": text}]
-    pieces = llm.stream_chat(messages, params, lora=lora) if chat else llm.stream(text, params, lora=lora)
+    pieces = (
+        llm.stream_chat(messages, params, lora=lora)
+        if chat
+        else llm.stream(text, params, lora=lora)
+    )
     for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -103,13 +122,17 @@ def only_lora(settings: Settings) -> str | None:
 
 
 def given_params(**params: Any) -> SamplingParams:
-    """The parameters given as options. None stands for one that was not given: the model's default counts."""
+    """The parameters given as options. None stands for one that was not given: the model's default
+    counts."""
     return SamplingParams(**{name: value for name, value in params.items() if value is not None})
 
 
 def warn_if_noisy(temperature: float | None, console: Console) -> None:
     if temperature is not None and temperature > _NOISY_ABOVE:
-        console.print(f"warning: above a temperature of {_NOISY_ABOVE:g}, text is mostly noise.", style="yellow")
+        console.print(
+            f"warning: above a temperature of {_NOISY_ABOVE:g}, text is mostly noise.",
+            style="yellow",
+        )
 
 
 def summary(llm: LLM) -> str:

@@ -24,16 +24,21 @@ _COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 _ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
 _WITH_COMMANDS = frozenset({"bench", "prompt-cache"})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NO_ACCESS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+_NO_ACCESS = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
+)
 VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
-_OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
+# of other programs' users
+_OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}
 _WITH_FILE = frozenset({
     "serve", "route", "chat", "run", "generate", "batch", "memory", "calibrate", "simulate", "calibrate-kv", "quantize",
     "train-draft", "evaluate", "train-predictors", "measure-neurons", "measure-layers",
 })  # fmt: skip
 
 
-def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
     if version:
         print(f"tidemill {__version__}")
         raise typer.Exit
@@ -46,7 +51,8 @@ def make_app(only: str = "") -> typer.Typer:
         help="Run and serve language models on this machine. Start with: tidemill serve",
         no_args_is_help=True,
         cls=Commands,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},  # commands inherit it
+        # commands inherit it
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_show_locals=False,  # API keys are among them
@@ -60,7 +66,9 @@ def make_app(only: str = "") -> typer.Typer:
             app.add_typer(module.app, name=name)
         else:
             epilog = EPILOG if name in _WITH_FILE else None
-            app.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(getattr(module, function))
+            app.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(
+                getattr(module, function)
+            )
     if not only:
         import_module("tidemill.cli.ollama").add_hints(app)
     return app
@@ -81,7 +89,9 @@ def main() -> None:
         import_module("tidemill.cli.completion").answer_shell()
     warnings.showwarning = _warn
     try:
-        make_app(command if command in _COMMANDS or command in _OTHER_NAMES else "")(standalone_mode=True)
+        make_app(command if command in _COMMANDS or command in _OTHER_NAMES else "")(
+            standalone_mode=True
+        )
     except KeyboardInterrupt:
         sys.exit(130)
     except TidemillError as error:
@@ -90,7 +100,9 @@ def main() -> None:
         number, where = _os_error(error), getattr(error, "filename", None)
         if number not in _NO_ROOM | _NO_ACCESS:
             raise
-        fix = "Choose another place, or " + ("make room there." if number in _NO_ROOM else "allow access to this one.")
+        fix = "Choose another place, or " + (
+            "make room there." if number in _NO_ROOM else "allow access to this one."
+        )
         _fail(f"{os.strerror(number)}{f': {where}' if where else ''}.", fix)
 
 
@@ -109,7 +121,8 @@ def _fail(message: str, fix: str) -> NoReturn:
 
 
 def _os_error(error: Exception) -> int:
-    """The operating system's number of it, or 0. Libraries in Rust (safetensors) have it in their text."""
+    """The operating system's number of it, or 0. Libraries in Rust (safetensors) have it in their
+    text."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return (error.errno if isinstance(error, OSError) else int(found[1]) if found else 0) or 0
 

@@ -23,8 +23,8 @@ def measure_neurons(
     seed: Seed = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure how often neurons are used, for --hot-neurons. The model has ReLUs. The same command goes on where it was
-    stopped."""
+    """Measure how often neurons are used, for --hot-neurons. The model has ReLUs. The same command
+    goes on where it was stopped."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.neurons import MeasureOptions, measure_neurons
 
@@ -37,12 +37,17 @@ def measure_neurons(
         counts = measure_neurons(options, shown)
     used = sum(float(often.mean()) for often in counts) / len(counts)
     hottest = sum(
-        float(often.sort(descending=True).values[: len(often) // 4].sum() / often.sum().clamp(min=1e-9)) for often in counts
+        float(
+            often.sort(descending=True).values[: len(often) // 4].sum()
+            / often.sum().clamp(min=1e-9)
+        )
+        for often in counts
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{out}: a token uses {used:.1%} of the neurons; {hottest / len(counts):.0%} of those are of the hottest quarter."
     )
     console.print(
-        f"Serve it with: tidemill serve {settings['model']} --device cuda --weight-memory SIZE --hot-neurons {out}", markup=False
+        f"Serve it with: tidemill serve {settings['model']} --device cuda --weight-memory SIZE --hot-neurons {out}",
+        markup=False,
     )

@@ -23,14 +23,28 @@ from tidemill.weights.locate import locate
 console = Console(highlight=False)
 
 
-@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk", "weight-memory", "hot-neurons")
+@takes(
+    "model",
+    "device",
+    "dtype",
+    "kv-dtype",
+    "kv-host-memory",
+    "kv-disk",
+    "weight-memory",
+    "hot-neurons",
+)
 def memory(
     settings: Settings,
     context: Annotated[
-        int | None, typer.Option(help="Prompt plus output of each request, in tokens. Default: the model's own context.")
+        int | None,
+        typer.Option(
+            help="Prompt plus output of each request, in tokens. Default: the model's own context."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(help="How many requests at the same time.")] = 1,
-    available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
+    available: Annotated[
+        str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")
+    ] = None,
 ) -> None:
     """Estimate a model's memory, and how many requests fit. Exits with 1 if those asked for do not."""
     from tidemill.kernels.machine import detect
@@ -57,10 +71,22 @@ def memory(
     per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
-    have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
+    have = (
+        parse_bytes(available)
+        if available
+        else machine.gpu_free_bytes
+        if device == "cuda"
+        else machine.available_bytes
+    )
     host = options.kv_host_memory_bytes or 0
     room = have - (held or weights) - activations - (host if device == "cpu" else 0)
-    table = Table("part", "bytes", "how", title=f"{options.model}: {requests} × {tokens:,} tokens, {dtype}", title_justify="left")
+    table = Table(
+        "part",
+        "bytes",
+        "how",
+        title=f"{options.model}: {requests} × {tokens:,} tokens, {dtype}",
+        title_justify="left",
+    )
     table.add_row(
         "weights",
         fmt_bytes(held or weights),
@@ -89,13 +115,16 @@ def memory(
     for name, num_bytes in (("host memory", host), ("disk", decide_disk(options)[0][1])):
         if num_bytes:
             more = num_bytes // per_request
-            console.print(f"Behind them, {fmt_bytes(num_bytes)} of {name} keep the prefixes of {more:,} such requests.")
+            console.print(
+                f"Behind them, {fmt_bytes(num_bytes)} of {name} keep the prefixes of {more:,} such requests."
+            )
     if fits < requests:
         raise typer.Exit(1)
 
 
 def _formats(setup: Setup, tokens: int, room: int) -> Table:
-    """A table of the formats of the KV cache: the bytes that each takes, and how much fits beside weights and activations."""
+    """A table of the formats of the KV cache: the bytes that each takes, and how much fits beside
+    weights and activations."""
     table = Table("--kv-dtype", "bytes a token", f"requests of {tokens:,}", "tokens")
     config, device = setup.model, setup.device
     for name in ON_DEVICE[device]:
@@ -104,10 +133,16 @@ def _formats(setup: Setup, tokens: int, room: int) -> Table:
             continue  # not for this model
         fits = max(0, room) // sequence_bytes(setup.options, config, device, name, tokens)[0]
         mark = " (chosen)" if name == setup.kv_dtype else ""
-        table.add_row(name + mark, f"{config.kv_bytes_per_token(name):,}", f"{fits:,}", f"{fits * tokens:,}")
+        table.add_row(
+            name + mark, f"{config.kv_bytes_per_token(name):,}", f"{fits:,}", f"{fits * tokens:,}"
+        )
     return table
 
 
 def _notes(config: ModelConfig, dtype: str) -> list[str]:
     kinds = config.unpacked_types(dtype)
-    return [f"{', '.join(kinds)} is unpacked to 8 bits when it is loaded: more memory than the file."] if kinds else []
+    return (
+        [f"{', '.join(kinds)} is unpacked to 8 bits when it is loaded: more memory than the file."]
+        if kinds
+        else []
+    )

@@ -21,7 +21,9 @@ console = Console(highlight=False)
 def models(
     model: Annotated[
         str | None,
-        typer.Argument(help="Show what this one holds: a name, file, folder or hub id. Without it, list what is installed."),
+        typer.Argument(
+            help="Show what this one holds: a name, file, folder or hub id. Without it, list what is installed."
+        ),
     ] = None,
 ) -> None:
     """List installed models, or show what a checkpoint holds."""
@@ -48,7 +50,10 @@ def _list() -> None:
     except Exception:  # not installed, or no cache yet: nothing to list
         pass
     console.print(table)
-    console.print("Any .gguf file or folder with config.json and safetensors can be given by its path.", style="dim")
+    console.print(
+        "Any .gguf file or folder with config.json and safetensors can be given by its path.",
+        style="dim",
+    )
 
 
 def _inspect(model: str) -> None:
@@ -65,7 +70,9 @@ def _inspect(model: str) -> None:
     defaults = sampling_defaults(path, config.num_parameters)
     machine, options = detect(), EngineOptions(model=model)
     device, _ = decide_device(options, machine)
-    kv_dtype, _ = decide_kv_dtype(options, decide_dtype(options, device, config, machine)[0], device, config)
+    kv_dtype, _ = decide_kv_dtype(
+        options, decide_dtype(options, device, config, machine)[0], device, config
+    )
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors():
@@ -84,14 +91,24 @@ def _inspect(model: str) -> None:
         "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
         "context": f"{config.max_context:,} tokens; {_positions(config)}",
         "vocabulary": f"{config.vocab_size:,} tokens",
-        "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
+        "ends at": ", ".join(
+            f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids
+        )
+        or "-",
         "chat template": "yes" if tokenizer.chat_template else "no",
-        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens" if config.pooler is None else "none",
+        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens"
+        if config.pooler is None
+        else "none",
         "pooling": _pooling(config),
         "KV per token": _kv_per_token(config, device, kv_dtype),
-        "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
+        "tensors": ", ".join(
+            f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()
+        ),
     }
-    for key, value in [*rows.items(), *(("note", note) for note in (*config.notes, *defaults.notes))]:
+    for key, value in [
+        *rows.items(),
+        *(("note", note) for note in (*config.notes, *defaults.notes)),
+    ]:
         table.add_row(key, value)
     console.print(table, markup=False)
 
@@ -104,15 +121,25 @@ def _feed_forward(config: ModelConfig) -> str:
             kinds.append(f"feed-forward {config.intermediate_size}")
         else:
             shared = f" and one of {moe.shared_size} for all" if moe.shared_size else ""
-            kinds.append(f"{moe.num_experts} experts of {moe.expert_size}, {moe.top_k} a token{shared}")
+            kinds.append(
+                f"{moe.num_experts} experts of {moe.expert_size}, {moe.top_k} a token{shared}"
+            )
     return "; ".join(kinds)
 
 
 def _kv_per_token(config: ModelConfig, device: str, kv_dtype: str) -> str:
     """In the format that is chosen, and in smaller ones."""
     own = config.kv_bytes_per_token(kv_dtype)
-    sizes = {name: config.kv_bytes_per_token(name) for name in ON_DEVICE[device] if FORMATS[name].has_scales}
-    smaller = [f"{fmt_bytes(size)} in {name}" for name, size in sizes.items() if size < own and config.pooler is None]
+    sizes = {
+        name: config.kv_bytes_per_token(name)
+        for name in ON_DEVICE[device]
+        if FORMATS[name].has_scales
+    }
+    smaller = [
+        f"{fmt_bytes(size)} in {name}"
+        for name, size in sizes.items()
+        if size < own and config.pooler is None
+    ]
     return "; ".join([f"{fmt_bytes(own)} in {kv_dtype}", *smaller])
 
 
@@ -135,4 +162,6 @@ def _rotations(config: ModelConfig) -> Iterator[str]:
         if rotation is None:
             yield "none in some layers"
         else:
-            yield f"theta {rotation.theta:g}" + (f" with {rotation.scaling.kind} scaling" if rotation.scaling else "")
+            yield f"theta {rotation.theta:g}" + (
+                f" with {rotation.scaling.kind} scaling" if rotation.scaling else ""
+            )

@@ -1,4 +1,5 @@
-"""Tables of docs/reference/metrics.md and docs/reference/events.md: python -m tidemill.cli.observability_doc DOCS"""
+"""Tables of docs/reference/metrics.md and docs/reference/events.md: python -m
+tidemill.cli.observability_doc DOCS"""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from typing import get_args
 from tidemill.engine.metrics import Metrics
 from tidemill.types.events import Event
 
-BEGIN, END = "<!-- Made by `python -m tidemill.cli.observability_doc docs`. -->", "<!-- End of the table. -->"
+BEGIN, END = (
+    "<!-- Made by `python -m tidemill.cli.observability_doc docs`. -->",
+    "<!-- End of the table. -->",
+)
 _FIELD = re.compile(r"^    (\w+): ([^=#\n]+?)(?: = ([^#\n]+?))?(?:  # (.*))?$", re.MULTILINE)
 
 
@@ -20,8 +24,12 @@ def metrics_table() -> str:
     for metric in vars(Metrics()).values():
         for family in metric.describe() if hasattr(metric, "describe") else ():
             name = family.name + "_total" * (family.type == "counter")
-            labels = ",".join(metric._labelnames if hasattr(metric, "_labelnames") else family._labelnames)
-            rows.append(f"| `{name}{f'{{{labels}}}' if labels else ''}` | {family.type} | {family.documentation} |")
+            labels = ",".join(
+                metric._labelnames if hasattr(metric, "_labelnames") else family._labelnames
+            )
+            rows.append(
+                f"| `{name}{f'{{{labels}}}' if labels else ''}` | {family.type} | {family.documentation} |"
+            )
     return _marked(rows)
 
 

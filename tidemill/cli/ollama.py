@@ -1,4 +1,5 @@
-"""Commands that users of Ollama and llama.cpp know: `pull` is ours, too; others do what ours do, or say which to use."""
+"""Commands that users of Ollama and llama.cpp know: `pull` is ours, too; others do what ours do, or
+say which to use."""
 
 from __future__ import annotations
 
@@ -24,13 +25,20 @@ HINTS = {
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="org/name, or org/name:Q4_K_M for one quantization of a GGUF repository.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="org/name, or org/name:Q4_K_M for one quantization of a GGUF repository."
+        ),
+    ],
 ) -> None:
     """Download a model of the Hugging Face hub. Later it is used without a network."""
     path = locate(model, fetch=True)
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else parts(path)
     Console(highlight=False).print(
-        f"{model}: {fmt_bytes(sum(file.stat().st_size for file in files))} in {path}", markup=False, soft_wrap=True
+        f"{model}: {fmt_bytes(sum(file.stat().st_size for file in files))} in {path}",
+        markup=False,
+        soft_wrap=True,
     )
 
 

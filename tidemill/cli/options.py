@@ -1,6 +1,8 @@
-"""The options table: flags, help, config file, TIDEMILL_* variables and docs/reference/options.md are all made from it.
+"""The options table: flags, help, config file, TIDEMILL_* variables and docs/reference/options.md
+are all made from it.
 
-An option of the engine is a field of `EngineOptions`. Any other is one entry here, and one use of `settings["its-name"]`.
+An option of the engine is a field of `EngineOptions`. Any other is one entry here, and one use of
+`settings["its-name"]`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,18 @@ from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
 ACCESS, STORAGE, LOGGING, RAY = "Access", "Storage", "Logging", "Ray"
-_KINDS: dict[str, Kind] = {"int": "integer", "float": "number", "bool": "switch"}  # by the type of a field
-_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# by the type of a field
+_KINDS: dict[str, Kind] = {"int": "integer", "float": "number", "bool": "switch"}
+_SWITCH = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 _EXPECTED = {
     "text": "text that is not empty",
     "integer": "an integer",
@@ -81,10 +93,17 @@ class Option:
             return " ".join(value)
         if isinstance(value, bool):
             return "on" if value else "off"
-        return fmt_bytes(value) if self.kind == "size" else f"{value:g}" if self.kind == "number" else str(value)
+        return (
+            fmt_bytes(value)
+            if self.kind == "size"
+            else f"{value:g}"
+            if self.kind == "number"
+            else str(value)
+        )
 
     def read(self, value: object, source: str) -> Any:
-        """The value of what a flag, a variable (both text) or a config file (TOML types) gives. `source` is named in errors."""
+        """The value of what a flag, a variable (both text) or a config file (TOML types) gives.
+        `source` is named in errors."""
         if self.is_list:
             parts = value if isinstance(value, (list, tuple)) else [value]
             return tuple(self._read_one(part, source) for part in parts)
@@ -94,11 +113,17 @@ class Option:
         value: Any = None
         with suppress(ValueError, ConfigError):
             value = self._convert(raw)
-        in_range = value is not None and (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        in_range = (
+            value is not None
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+        )
         if in_range and (not self.choices or value in self.choices):
             return value
         shown = "not what it must be" if self.is_secret else repr(raw)
-        raise ConfigError(f"{source} is {shown}.", fix=self._allowed + _service_link(raw), param=self.key)
+        raise ConfigError(
+            f"{source} is {shown}.", fix=self._allowed + _service_link(raw), param=self.key
+        )
 
     def _convert(self, value: object) -> Any:
         """None or ValueError: of another kind."""
@@ -109,7 +134,13 @@ class Option:
         if self.kind == "switch":
             return value if isinstance(value, bool) else _SWITCH.get((text or "").lower())
         if self.kind == "size":
-            return parse_bytes(text) if text else value if isinstance(value, int) and is_number and value >= 0 else None
+            return (
+                parse_bytes(text)
+                if text
+                else value
+                if isinstance(value, int) and is_number and value >= 0
+                else None
+            )
         if self.kind == "number":
             return float(text) if text else float(str(value)) if is_number else None
         return int(text) if text else value if isinstance(value, int) and is_number else None
@@ -120,7 +151,11 @@ class Option:
             return f"Choose one of {', '.join(self.choices)}."
         words = _EXPECTED[self.kind]
         if self.low is not None:
-            words += f" from {self.low:g} to {self.high:g}" if self.high is not None else f", {self.low:g} or more"
+            words += (
+                f" from {self.low:g} to {self.high:g}"
+                if self.high is not None
+                else f", {self.low:g} or more"
+            )
         return f"It must be {words}."
 
 
@@ -129,10 +164,15 @@ def _service_link(value: object) -> str:
         return " Kubernetes sets this variable for a service named tidemill: set enableServiceLinks to false."
     return ""
 
+
 def _engine_option(field: Field[Any]) -> Option:
     """The option that a field of EngineOptions declares. Its type says of what kind it is."""
     declared = {"name": field.name.replace("_", "-"), "section": ENGINE, **field.metadata}
-    kind: Kind = "size" if field.name.endswith("_bytes") else _KINDS.get(str(field.type).partition(" ")[0], "text")
+    kind: Kind = (
+        "size"
+        if field.name.endswith("_bytes")
+        else _KINDS.get(str(field.type).partition(" ")[0], "text")
+    )
     is_list = str(field.type).startswith("tuple")
     return Option(**declared, kind=kind, default=field.default, field=field.name, is_list=is_list)
 

@@ -1,4 +1,5 @@
-"""Reference pages made from the options table and from the flags of other engines: python -m tidemill.cli.options_doc FOLDER"""
+"""Reference pages made from the options table and from the flags of other engines: python -m
+tidemill.cli.options_doc FOLDER"""
 
 from __future__ import annotations
 
@@ -103,9 +104,25 @@ def _line(option: Option) -> str:
 def options_page() -> str:
     parts = [_INTRO]
     for section, words in _SECTIONS.items():
-        options = sorted((option for option in OPTIONS if option.section == section), key=lambda option: not option.short)
+        options = sorted(
+            (option for option in OPTIONS if option.section == section),
+            key=lambda option: not option.short,
+        )
         lines = [_line(option) for option in options]
-        parts.append("\n".join([f"## {section}", "", words, "", "| option | default | meaning |", "|---|---|---|", *lines, ""]))
+        parts.append(
+            "\n".join(
+                [
+                    f"## {section}",
+                    "",
+                    words,
+                    "",
+                    "| option | default | meaning |",
+                    "|---|---|---|",
+                    *lines,
+                    "",
+                ]
+            )
+        )
     return "\n".join(parts)
 
 
@@ -142,10 +159,15 @@ def capabilities_page() -> str:
     groups: dict[str, list[str]] = {}
     for feature in FEATURES.values():
         groups.setdefault(feature.group, []).append(f"`{feature.name}`")
-    parts = [_CAPABILITIES + "\n".join(f"| {group} | {', '.join(names)} |" for group, names in groups.items())]
+    parts = [
+        _CAPABILITIES
+        + "\n".join(f"| {group} | {', '.join(names)} |" for group, names in groups.items())
+    ]
     parts.append("\n\n## What cannot be combined")
     for heading, rows in sections():
-        parts.append(f"\n\n### {heading}\n\n| feature | not with | because | instead |\n|---|---|---|---|")
+        parts.append(
+            f"\n\n### {heading}\n\n| feature | not with | because | instead |\n|---|---|---|---|"
+        )
         parts += [f"\n| {' | '.join(row)} |" for row in rows]
     return "".join(parts) + "\n"
 

@@ -1,4 +1,5 @@
-"""Prompt caches in a folder: their KV pages, in the file that --kv-disk has there, and beside it what each of them is."""
+"""Prompt caches in a folder: their KV pages, in the file that --kv-disk has there, and beside it
+what each of them is."""
 
 from __future__ import annotations
 
@@ -40,18 +41,29 @@ class Saved:
         return self.content if "messages" in self.content else {"prompt": self.token_ids}
 
 
-def save(folder: Path, name: str, model: str | None, content: dict[str, Any], size: str) -> tuple[Saved, int]:
-    """Compute it in this process and write its pages. Returns it, and how many of its tokens the folder had already."""
+def save(
+    folder: Path, name: str, model: str | None, content: dict[str, Any], size: str
+) -> tuple[Saved, int]:
+    """Compute it in this process and write its pages. Returns it, and how many of its tokens the
+    folder had already."""
     path = _path(folder, name)
     if path.exists():
-        raise ConfigError(f"{folder} has a prompt cache {name!r}.", fix="Remove it first, or choose another name.", param="name")
+        raise ConfigError(
+            f"{folder} has a prompt cache {name!r}.",
+            fix="Remove it first, or choose another name.",
+            param="name",
+        )
     parse_bytes(size)
-    folder.mkdir(parents=True, exist_ok=True)  # an engine goes on without a folder that it cannot write to
+    # an engine goes on without a folder that it cannot write to
+    folder.mkdir(parents=True, exist_ok=True)
     from tidemill.engine.llm import LLM  # brings torch
 
-    options = Settings.read(ENGINE_NAMES, {"model": model}).engine | {"kv_disk": f"{folder.resolve()}:{size}"}
+    options = Settings.read(ENGINE_NAMES, {"model": model}).engine | {
+        "kv_disk": f"{folder.resolve()}:{size}"
+    }
     llm = LLM(**options, progress=False)
-    params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))  # whatever requests with it keep
+    # whatever requests with it keep
+    params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))
     try:
         if "messages" in content:
             template_options: Any = {"tools": content.get("tools"), "add_generation_prompt": False}
@@ -62,7 +74,9 @@ def save(folder: Path, name: str, model: str | None, content: dict[str, Any], si
         llm.close()  # what was computed goes to disk
     saved = Saved(name, options["model"], list(output.prompt_token_ids), content)
     inner = asdict(saved)
-    text = json.dumps({"kind": _KIND, "version": _VERSION, "sha256": _digest(inner), "cache": inner})
+    text = json.dumps(
+        {"kind": _KIND, "version": _VERSION, "sha256": _digest(inner), "cache": inner}
+    )
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)  # whole, or not at all
@@ -112,9 +126,13 @@ def _read(path: Path) -> Saved:
             raise TidemillError(f"{path} is larger than {_MAX_BYTES} bytes.")
         stored = json.loads(path.read_text())
         if stored["kind"] != _KIND or stored["version"] != _VERSION:
-            raise TidemillError(f"{path} is not a prompt cache of this version.", fix="Save it again.")
+            raise TidemillError(
+                f"{path} is not a prompt cache of this version.", fix="Save it again."
+            )
         if stored["sha256"] != _digest(stored["cache"]):
             raise TidemillError(f"{path} was changed after it was saved.", fix="Save it again.")
         return Saved(**stored["cache"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TidemillError(f"{path} cannot be read: {type(error).__name__}.", fix="Save it again.") from error
+        raise TidemillError(
+            f"{path} cannot be read: {type(error).__name__}.", fix="Save it again."
+        ) from error

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @takes("model")
 def quantize(
     settings: Settings,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write, or a file that ends in .gguf.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The folder to write, or a file that ends in .gguf.")
+    ],
     method: Annotated[
         str,
         typer.Option(
@@ -31,19 +33,33 @@ def quantize(
             "of a Gaussian. ternary: -1, 0 and 1."
         ),
     ] = "gptq",
-    bits: Annotated[int | None, typer.Option(help="Of a weight: 2 to 8. Default: 4; gobo's 3.")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Of a weight: 2 to 8. Default: 4; gobo's 3.")
+    ] = None,
     group: Annotated[
-        int | None, typer.Option(help="Columns of a row that share a scale. Default: 128, of some methods 64.")
+        int | None,
+        typer.Option(help="Columns of a row that share a scale. Default: 128, of some methods 64."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="What shares a scale: group, channel (a row), tensor; of fp8 also block (128 × 128).")
+        str | None,
+        typer.Option(
+            help="What shares a scale: group, channel (a row), tensor; of fp8 also block (128 × 128)."
+        ),
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--affine", help="Whether the middle code is 0, or groups have zero points.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--affine", help="Whether the middle code is 0, or groups have zero points."
+        ),
     ] = None,
-    activations: Annotated[str | None, typer.Option(help="none, or 8 bits with a scale for a token or for the tensor.")] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="none, or 8 bits with a scale for a token or for the tensor.")
+    ] = None,
     static: Annotated[
-        bool | None, typer.Option("--static/--dynamic", help="Whether the tensor's scale is of the calibration text.")
+        bool | None,
+        typer.Option(
+            "--static/--dynamic", help="Whether the tensor's scale is of the calibration text."
+        ),
     ] = None,
     act_order: Annotated[
         str | None,
@@ -53,27 +69,51 @@ def quantize(
         ),
     ] = None,
     damping: Annotated[
-        float | None, typer.Option(help="gptq: added to the diagonal of the inputs' moments, times its mean.")
+        float | None,
+        typer.Option(help="gptq: added to the diagonal of the inputs' moments, times its mean."),
     ] = None,
-    clip: Annotated[bool | None, typer.Option("--clip/--no-clip", help="awq: ranges are cut where that helps.")] = None,
+    clip: Annotated[
+        bool | None, typer.Option("--clip/--no-clip", help="awq: ranges are cut where that helps.")
+    ] = None,
     alpha: Annotated[
-        float | None, typer.Option(help="smoothquant: how much of the range moves into weights. Default: the best of some.")
+        float | None,
+        typer.Option(
+            help="smoothquant: how much of the range moves into weights. Default: the best of some."
+        ),
     ] = None,
-    threshold: Annotated[float | None, typer.Option(help="llm-int8: activations from here on stay as they are.")] = None,
-    steps: Annotated[int | None, typer.Option(help="zeroquant, ternary: of training a layer.")] = None,
-    rate: Annotated[float | None, typer.Option(help="zeroquant, ternary: of training, times a weight's mean size.")] = None,
-    double: Annotated[bool | None, typer.Option("--double/--single", help="nf4: whether scales are quantized, too.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="llm-int8: activations from here on stay as they are.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="zeroquant, ternary: of training a layer.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="zeroquant, ternary: of training, times a weight's mean size."),
+    ] = None,
+    double: Annotated[
+        bool | None,
+        typer.Option("--double/--single", help="nf4: whether scales are quantized, too."),
+    ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Bits a weight on average, scales included: each layer gets as many as it needs.")
+        float | None,
+        typer.Option(
+            help="Bits a weight on average, scales included: each layer gets as many as it needs."
+        ),
     ] = None,
     choices: Annotated[str, typer.Option(help="With --budget: the bits to choose from.")] = "3,4,8",
     sensitivity: Annotated[
         str,
-        typer.Option(help="With --budget: kl: of outputs, with one layer rounded. second-order: errors of a matrix's outputs."),
+        typer.Option(
+            help="With --budget: kl: of outputs, with one layer rounded. second-order: errors of a matrix's outputs."
+        ),
     ] = "kl",
     kv_scales: Annotated[
         bool,
-        typer.Option("--kv-scales", help="Scales of 8-bit keys and values, too (kv_cache_scheme): the KV cache has 8 bits then."),
+        typer.Option(
+            "--kv-scales",
+            help="Scales of 8-bit keys and values, too (kv_cache_scheme): the KV cache has 8 bits then.",
+        ),
     ] = False,
     layout: Annotated[
         str | None,
@@ -90,19 +130,29 @@ def quantize(
             "columns in multiples of 256, else a matrix becomes Q5_0, Q5_1 or Q8_0.",
         ),
     ] = None,
-    out_dtype: Annotated[str | None, typer.Option(help="Of what stays floats: float16, bfloat16 or float32.")] = None,
+    out_dtype: Annotated[
+        str | None, typer.Option(help="Of what stays floats: float16, bfloat16 or float32.")
+    ] = None,
     calibration: Calibration = SELF,
     samples: Samples = 32,
     seq_len: SeqLen = 512,
     seed: Seed = 0,
     evaluate: Annotated[
-        int, typer.Option(help="Tokens to compare the result with the original on, as both are served; 0: none.")
+        int,
+        typer.Option(
+            help="Tokens to compare the result with the original on, as both are served; 0: none."
+        ),
     ] = 2048,
-    text: Annotated[Path | None, typer.Option(help="What to compare them on. Default: Python's documentation.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw bytes and perplexity of both into this .png or .svg.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="What to compare them on. Default: Python's documentation.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bytes and perplexity of both into this .png or .svg.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Quantize a model to a folder or GGUF file. Layer by layer; the same command goes on where it ended."""
+    """Quantize a model to a folder or GGUF file. Layer by layer; the same command goes on where it
+    ended."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.mixed import Budget
     from tidemill.compress.quantize import QuantizeOptions, quantize
@@ -121,7 +171,9 @@ def quantize(
         calibration=texts.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     if evaluate < 0:
-        raise ConfigError(f"--evaluate is {evaluate}.", fix="Give a number of tokens, or 0.", param="evaluate")
+        raise ConfigError(
+            f"--evaluate is {evaluate}.", fix="Give a number of tokens, or 0.", param="evaluate"
+        )
     if plot is not None:
         check_plot(plot, evaluate)
     raise_on_interrupt()
@@ -136,13 +188,19 @@ def quantize(
         if result.bytes_after >= result.bytes_before:
             console.print(_not_smaller(result), style="yellow", markup=False)
         if result.smaller_group is not None:
-            console.print(f"Scales are of {result.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
+            console.print(
+                f"Scales are of {result.smaller_group} columns: larger groups do not fit the matrices.",
+                markup=False,
+            )
         if evaluate:
             console.print(summarize(settings["model"], result, evaluate, text, plot, shown))
 
 
 def _not_smaller(result: Result) -> str:
-    matrices, rest = fmt_bytes(result.num_matrix_bytes), fmt_bytes(result.bytes_after - result.num_matrix_bytes)
+    matrices, rest = (
+        fmt_bytes(result.num_matrix_bytes),
+        fmt_bytes(result.bytes_after - result.num_matrix_bytes),
+    )
     return (
         f"warning: this is no smaller than the original, whose weights take {fmt_bytes(result.bytes_before)}: "
         f"the quantized matrices take {matrices}, and embeddings, norms and the like, which stay floats, {rest}. "
@@ -155,4 +213,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ConfigError(f"--choices is {text!r}.", fix="Give numbers like 3,4,8.", param="choices") from None
+        raise ConfigError(
+            f"--choices is {text!r}.", fix="Give numbers like 3,4,8.", param="choices"
+        ) from None

@@ -20,22 +20,47 @@ console = Console(stderr=True, highlight=False)
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `tidemill serve --record DIR` has recorded.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `tidemill serve --record DIR` has recorded.")
+    ],
     requests: Annotated[str, typer.Option(help="Only these: numbers or ids, with commas.")] = "",
-    alone: Annotated[bool, typer.Option("--alone", help="Each by itself: shows that company did not matter.")] = False,
-    like_then: Annotated[
-        bool, typer.Option("--like-then", help="In the recorded order and batches: an incident with its company.")
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Each by itself: shows that company did not matter.")
     ] = False,
-    build: Annotated[str, typer.Option(help="Another build: a checkout of Tidemill, or the Python of its environment.")] = "",
+    like_then: Annotated[
+        bool,
+        typer.Option(
+            "--like-then", help="In the recorded order and batches: an incident with its company."
+        ),
+    ] = False,
+    build: Annotated[
+        str,
+        typer.Option(
+            help="Another build: a checkout of Tidemill, or the Python of its environment."
+        ),
+    ] = "",
     option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An engine option other than recorded: kv-dtype=fp8.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="An engine option other than recorded: kv-dtype=fp8."
+        ),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PATH", help="Where a recorded model or adapter is now.")
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="Where a recorded model or adapter is now."),
     ] = None,
-    tokens_only: Annotated[bool, typer.Option("--tokens-only", help="Do not compare log-probabilities and embeddings.")] = False,
-    server: Annotated[int, typer.Option(help="Which server's life, where there are several: 1 is the first, -1 the last.")] = 0,
-    key: Annotated[Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")] = None,
+    tokens_only: Annotated[
+        bool, typer.Option("--tokens-only", help="Do not compare log-probabilities and embeddings.")
+    ] = False,
+    server: Annotated[
+        int,
+        typer.Option(
+            help="Which server's life, where there are several: 1 is the first, -1 the last."
+        ),
+    ] = 0,
+    key: Annotated[
+        Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Compute a recording again and compare every token.
@@ -56,7 +81,11 @@ def replay(
     servers = recording.servers
     if server:
         if not 0 < abs(server) <= len(servers):
-            raise ConfigError(f"The recording has {len(servers)} servers' lives.", fix="Give --server 1 to that.", param="server")
+            raise ConfigError(
+                f"The recording has {len(servers)} servers' lives.",
+                fix="Give --server 1 to that.",
+                param="server",
+            )
         servers = [servers[server - 1 if server > 0 else server]]
     changed, shown = _changed(option or [])
     options = ReplayOptions(
@@ -102,7 +131,9 @@ def _changed(texts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         option = BY_NAME.get(name.removeprefix("--").replace("_", "-"))
         if option is None or not option.field:
             raise ConfigError(
-                f"There is no engine option {name!r}.", fix="`tidemill serve --help-all` lists them.", param="option"
+                f"There is no engine option {name!r}.",
+                fix="`tidemill serve --help-all` lists them.",
+                param="option",
             )
         changed[option.field], shown[option.name] = option.read(value, f"--option {name}"), value
     return changed, shown
@@ -113,10 +144,18 @@ def _python_of(build: str) -> tuple[list[str], dict[str, str]]:
     path = Path(build).expanduser()
     if path.is_dir() and (path / "tidemill").is_dir():
         python = path / ".venv" / "bin" / "python"
-        return [str(python) if python.exists() else sys.executable], os.environ | {"PYTHONPATH": str(path.absolute())}
+        return [str(python) if python.exists() else sys.executable], os.environ | {
+            "PYTHONPATH": str(path.absolute())
+        }
     if path.is_file() and os.access(path, os.X_OK):
-        return [str(path)], {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    raise ConfigError(f"{build} is no build.", fix="Name a checkout of Tidemill, or a Python that has it.", param="build")
+        return [str(path)], {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        }
+    raise ConfigError(
+        f"{build} is no build.",
+        fix="Name a checkout of Tidemill, or a Python that has it.",
+        param="build",
+    )
 
 
 def _with_build(python: tuple[list[str], dict[str, str]]) -> int:
@@ -124,7 +163,9 @@ def _with_build(python: tuple[list[str], dict[str, str]]) -> int:
     args = sys.argv[1:]
     at = next(i for i, text in enumerate(args) if text.startswith("--build"))
     del args[at : at + (1 if "=" in args[at] else 2)]
-    return subprocess.run([*python[0], "-P", "-m", "tidemill", *args], env=python[1], check=False).returncode
+    return subprocess.run(
+        [*python[0], "-P", "-m", "tidemill", *args], env=python[1], check=False
+    ).returncode
 
 
 def _show_progress(model: str, num: int, most: int) -> None:

@@ -36,7 +36,9 @@ console = Console(stderr=True, highlight=False)
 @takes(*BY_NAME, model="several")
 def serve(
     settings: Settings,
-    show_config: Annotated[bool, typer.Option("--show-config", help="Print each option's value and source, and exit.")] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print each option's value and source, and exit.")
+    ] = False,
 ) -> None:
     """Serve models: the APIs of OpenAI and others, and a page."""
     if show_config:
@@ -64,13 +66,21 @@ def serve(
     if access.has_short_key:
         console.print(SHORT_KEY, style="yellow")
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
-    log = RequestLog(_path(settings["log-file"]), settings["log-format"]) if settings["request-log"] else None
+    log = (
+        RequestLog(_path(settings["log-file"]), settings["log-format"])
+        if settings["request-log"]
+        else None
+    )
     tracing = make_tracing(settings["otlp-endpoint"])
     served = _served(settings)
     for model in served:
         locate(model.engine.model, fetch=True)
     recording = _recording(settings, bool(access.private_tenants))
-    sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
+    sharing = Sharing(
+        budget_bytes=settings["memory-budget"],
+        max_loaded=settings["max-loaded"],
+        idle_s=settings["idle-unload"],
+    )
     bar, is_ready = LoadingBar(console=console), False
 
     def on_loading(name: str, message: Loading) -> None:
@@ -139,7 +149,9 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
     if not settings["ray"]:
         for name in ("replicas", "autoscale", "ray-address", "ray-wait"):
             if settings.source(name) == f"--{name}":
-                raise ConfigError(f"--{name} is of a Ray cluster.", fix="Add --ray.", param=name.replace("-", "_"))
+                raise ConfigError(
+                    f"--{name} is of a Ray cluster.", fix="Add --ray.", param=name.replace("-", "_")
+                )
         return None, None
     from tidemill.cluster.ray.cluster import Cluster
     from tidemill.cluster.ray.scale import ScalePolicy
@@ -151,7 +163,9 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
     policy = ScalePolicy.parse(settings["autoscale"]) if settings["autoscale"] else None
     cluster = Cluster(settings["ray-address"], settings["ray-wait"])
     try:
-        return cluster, RayFleet(cluster, RayOptions(settings["replicas"], policy), served[0].engine)
+        return cluster, RayFleet(
+            cluster, RayOptions(settings["replicas"], policy), served[0].engine
+        )
     except BaseException:
         cluster.close()
         raise
@@ -167,7 +181,9 @@ def _recording(settings: Settings, has_private: bool) -> RecordingWriter | None:
     seals_all = settings["record-text"] == "off"
     if not seals_all and not has_private:
         return RecordingWriter(folder, most)
-    return RecordingWriter(folder, most, read_key(_path(settings["record-key"]) or data_key(), creates=True), seals_all)
+    return RecordingWriter(
+        folder, most, read_key(_path(settings["record-key"]) or data_key(), creates=True), seals_all
+    )
 
 
 def data_key() -> Path:
@@ -185,7 +201,9 @@ def print_settings(settings: Settings) -> None:
     for row in settings.shown():
         table.add_row(*row)
     for model in settings.tables:
-        table.add_row("[[models]]", model.engine.get("served_name") or model.engine["model"], model.source)
+        table.add_row(
+            "[[models]]", model.engine.get("served_name") or model.engine["model"], model.source
+        )
     Console(highlight=False).print(table, markup=False)
 
 
@@ -194,7 +212,11 @@ def listen_of(settings: Settings, root_path: str = "") -> Listen:
 
     mode = settings["unix-socket-mode"]
     if not re.fullmatch("(0o?)?[0-7]{3}", mode):
-        raise ConfigError(f"unix-socket-mode is {mode!r}.", fix="Give three octal digits, like 660.", param="unix_socket_mode")
+        raise ConfigError(
+            f"unix-socket-mode is {mode!r}.",
+            fix="Give three octal digits, like 660.",
+            param="unix_socket_mode",
+        )
     return Listen(
         host=settings["host"],
         port=settings["port"],
@@ -208,26 +230,41 @@ def listen_of(settings: Settings, root_path: str = "") -> Listen:
 
 
 def _served(settings: Settings) -> list[Served]:
-    """The models, from the command line, or else from [[models]] of the config file, or else the one of the options."""
+    """The models, from the command line, or else from [[models]] of the config file, or else the
+    one of the options."""
     from tidemill.server.generation.models import Served
 
     if settings.models and settings.tables:
-        raise ConfigError("There are models on the command line and in the config file.", fix="Give them in one place.")
-    models = [_named(text) for text in settings.models or ([] if settings.tables else [settings["model"]])]
+        raise ConfigError(
+            "There are models on the command line and in the config file.",
+            fix="Give them in one place.",
+        )
+    models = [
+        _named(text) for text in settings.models or ([] if settings.tables else [settings["model"]])
+    ]
     if len(models) + len(settings.tables) > 1 and settings["served-name"]:
         fix = "Name each model: NAME=MODEL on the command line, or name in its [[models]] table."
         raise ConfigError("--served-name is for a single model.", fix=fix, param="served_name")
     if len(models) + len(settings.tables) > 1 and settings["lora"]:
         fix = "Give each model its own in its [[models]] table: lora = ['NAME=PATH']."
         raise ConfigError("--lora is for a single model.", fix=fix, param="loras")
-    served, own_names = [], [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()]
+    served, own_names = (
+        [],
+        [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()],
+    )
     if settings["served-name"] and not own_names:
-        raise ConfigError("--served-name has no name.", fix="Give one, or several with commas.", param="served_name")
+        raise ConfigError(
+            "--served-name has no name.",
+            fix="Give one, or several with commas.",
+            param="served_name",
+        )
     for names, model in models:
         names = names or own_names
         own = {"model": model} | ({"served_name": names[0]} if names else {})
         served.append(Served(settings.engine_options(**own), tuple(names[1:])))
-    served += [Served(settings.engine_options(**table.engine), table.aliases) for table in settings.tables]
+    served += [
+        Served(settings.engine_options(**table.engine), table.aliases) for table in settings.tables
+    ]
     Served.check_names(served)
     return served
 
@@ -239,7 +276,9 @@ def _named(text: str) -> tuple[list[str], str]:
         return [], text
     found = [name.strip() for name in names.split(",")]
     if not model or not all(found):
-        raise ConfigError(f"The model is {text!r}.", fix="Write NAME=MODEL, or NAME,ALIAS=MODEL.", param="model")
+        raise ConfigError(
+            f"The model is {text!r}.", fix="Write NAME=MODEL, or NAME,ALIAS=MODEL.", param="model"
+        )
     return found, model
 
 
@@ -250,17 +289,28 @@ def print_ready(models: Models, listen: Listen, port: int, needs_key: bool, has_
         console.print(budget_table(service.model_name, service.ready))
         if isinstance(service.client, Replicas):
             kinds = Counter(engine.get("role", "alike") for engine in service.client.described())
-            console.print(f"Engines, each as above: {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
+            console.print(
+                f"Engines, each as above: {', '.join(f'{num} {kind}' for kind, num in kinds.items())}"
+            )
     if len(models.names) > 1:
         states = ", ".join(f"{name} ({state})" for name, state in models.states().items())
         console.print(f"Models: {states}", markup=False)
     name, url = models.default.model_name, listen.url(port)
     where = f"{url} through {listen.unix_socket}" if listen.unix_socket else url
-    console.print(f"Tidemill serves {', '.join(models.names)} on {where}   (Ctrl-C stops it)\n", style="bold", markup=False)
+    console.print(
+        f"Tidemill serves {', '.join(models.names)} on {where}   (Ctrl-C stops it)\n",
+        style="bold",
+        markup=False,
+    )
     in_browser = has_page and listen.unix_socket is None  # a browser has no Unix sockets
-    console.print(f"{'Open that address in a browser, or try' if in_browser else 'Try'}, in another terminal:", style="dim")
+    console.print(
+        f"{'Open that address in a browser, or try' if in_browser else 'Try'}, in another terminal:",
+        style="dim",
+    )
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
-    headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer YOUR_KEY'" if needs_key else "")
+    headers = "-H 'Content-Type: application/json'" + (
+        " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    )
     through = f"--unix-socket {listen.unix_socket} " if listen.unix_socket else ""
     curl = f"  curl {through}{url}/v1/chat/completions {headers} -d '{body}'\n"
     console.print(curl, markup=False, soft_wrap=True)
@@ -276,24 +326,46 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def budget_table(name: str, ready: Ready) -> Table:
-    """The table of the memory budget: where the memory goes, what fits, and why each value was chosen."""
+    """The table of the memory budget: where the memory goes, what fits, and why each value was
+    chosen."""
     config, model = ready.config, ready.model
     why = config.reasons
-    table = Table(title=f"{name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters", title_justify="left")
+    table = Table(
+        title=f"{name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters",
+        title_justify="left",
+    )
     for column in ("setting", "value", "because"):
         table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
     where = "GPU" if config.device == "cuda" else f"{config.threads} threads"
-    table.add_row("compute", f"{config.dtype}, {where}", f"{why['dtype']}; {why['device' if where == 'GPU' else 'threads']}")
+    table.add_row(
+        "compute",
+        f"{config.dtype}, {where}",
+        f"{why['dtype']}; {why['device' if where == 'GPU' else 'threads']}",
+    )
     if config.num_ranks > 1:
         parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
-        table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
+        table.add_row(
+            "ranks",
+            str(config.num_ranks),
+            f"{parts}; weights and KV cache below are of each that shares layers",
+        )
     if config.tensor_layout == "phased":
-        begin = f"1D; from {config.gather_tokens} tokens on gathered" if config.gather_tokens else "1D"
+        begin = (
+            f"1D; from {config.gather_tokens} tokens on gathered" if config.gather_tokens else "1D"
+        )
         table.add_row("layout of a step", begin, f"{why['gather_tokens']}; the bits are the same")
     if config.pipeline_parallel > 1:
-        table.add_row("stages", " + ".join(map(str, config.pipeline_layers)) + " layers", why["pipeline_layers"])
+        table.add_row(
+            "stages",
+            " + ".join(map(str, config.pipeline_layers)) + " layers",
+            why["pipeline_layers"],
+        )
     streamed = f"; {why['weight_memory']}" if config.weight_memory else ""
-    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}{streamed}")
+    table.add_row(
+        "weights",
+        fmt_bytes(config.weight_bytes),
+        f"{model.num_parameters:,} parameters, {config.dtype}{streamed}",
+    )
     table.add_row(
         "KV cache",
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",
@@ -304,23 +376,45 @@ def budget_table(name: str, ready: Ready) -> Table:
         table.add_row("adapters", f"{fmt_bytes(config.lora_bytes)}: {most}", why["max_loras"])
     if config.policy_bytes:
         beside = f"{fmt_bytes(config.policy_bytes)} and {fmt_bytes(config.summary_bytes)} beside the KV cache"
-        table.add_row("KV policies", beside, f"{why['policy_bytes']}; the lowest and highest keys of its pages")
+        table.add_row(
+            "KV policies",
+            beside,
+            f"{why['policy_bytes']}; the lowest and highest keys of its pages",
+        )
     if config.draft is not None:
         held = f"{config.draft.num_kv_tokens:,} KV tokens"
-        table.add_row("draft model", f"{fmt_bytes(config.draft_bytes)}: weights, activations, {held}", why["speculate"])
+        table.add_row(
+            "draft model",
+            f"{fmt_bytes(config.draft_bytes)}: weights, activations, {held}",
+            why["speculate"],
+        )
     table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])
     table.add_row("slots", f"{config.max_requests} sequences", why["max_requests"])
-    table.add_row("queue", f"{config.max_waiting:,} requests", "queued while all slots are taken; further ones get status 429")
+    table.add_row(
+        "queue",
+        f"{config.max_waiting:,} requests",
+        "queued while all slots are taken; further ones get status 429",
+    )
     table.add_row(
         "at full context",
         f"{config.full_context_requests:.1f} requests",
         f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}",
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
-    table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
+    table.add_row(
+        "policy",
+        config.policy,
+        "prefix caching on" if config.prefix_caching else "prefix caching off",
+    )
     if kinds := model.unpacked_types(config.dtype):
-        table.add_row("note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file")
-    for note in (*config.notes, *model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
+        table.add_row(
+            "note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file"
+        )
+    for note in (
+        *config.notes,
+        *model.notes,
+        *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ()),
+    ):
         table.add_row("note", "", note)
     return table

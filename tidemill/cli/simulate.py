@@ -1,4 +1,5 @@
-"""`tidemill simulate`: a recorded trace in the engine's own step loop, with a profile's costs instead of a device."""
+"""`tidemill simulate`: a recorded trace in the engine's own step loop, with a profile's costs
+instead of a device."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ _OPTIONS = (
 def simulate(
     settings: Settings,
     trace: Annotated[
-        Path, typer.Argument(help="Recorded traffic: the folder of `serve --record`, Azure's trace (CSV) or Mooncake's (JSONL).")
+        Path,
+        typer.Argument(
+            help="Recorded traffic: the folder of `serve --record`, Azure's trace (CSV) or Mooncake's (JSONL)."
+        ),
     ],
     profile: Annotated[
         str | None,
@@ -44,30 +48,69 @@ def simulate(
             f"recording, its own; else {DEFAULT_PROFILE}."
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Of a recording of several models, this one. Default: each by itself.")] = "",
-    server: Annotated[int, typer.Option(help="Of a recording, one server's life: 1 is the first, -1 the last.")] = 0,
-    key: Annotated[Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")] = None,
-    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="The first so many. Default: all.")] = MAX_REQUESTS,
-    time_scale: Annotated[float, typer.Option(help="Multiply the times by this: 0.5 sends twice as fast.")] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Multiply the prompt and output lengths by this.")] = 1.0,
+    model: Annotated[
+        str,
+        typer.Option(help="Of a recording of several models, this one. Default: each by itself."),
+    ] = "",
+    server: Annotated[
+        int, typer.Option(help="Of a recording, one server's life: 1 is the first, -1 the last.")
+    ] = 0,
+    key: Annotated[
+        Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option("--requests", "-r", min=1, help="The first so many. Default: all.")
+    ] = MAX_REQUESTS,
+    time_scale: Annotated[
+        float, typer.Option(help="Multiply the times by this: 0.5 sends twice as fast.")
+    ] = 1.0,
+    length_scale: Annotated[
+        float, typer.Option(help="Multiply the prompt and output lengths by this.")
+    ] = 1.0,
     acceptance_rate: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Tokens are guessed ahead, and so often a guess is right. Default: none are."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Tokens are guessed ahead, and so often a guess is right. Default: none are.",
+        ),
     ] = None,
-    draft_ms: Annotated[float, typer.Option(min=0.0, help="What one more guess takes; 0: it is looked up in the text.")] = 0.0,
-    host_rate: Annotated[float, typer.Option(min=0.001, help="GB a second between --kv-host-memory and the device.")] = 50.0,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
+    draft_ms: Annotated[
+        float,
+        typer.Option(min=0.0, help="What one more guess takes; 0: it is looked up in the text."),
+    ] = 0.0,
+    host_rate: Annotated[
+        float, typer.Option(min=0.001, help="GB a second between --kv-host-memory and the device.")
+    ] = 50.0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="A request is good if its first token came within this.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="... and each further one within this, on average.")
+    ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Search for the smallest change that keeps the SLO. Ends with 1 if there is none.")
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Search for the smallest change that keeps the SLO. Ends with 1 if there is none.",
+        ),
     ] = False,
-    attainment: Annotated[float, typer.Option(help="The part of the requests that must keep the SLO.")] = 0.9,
-    max_replicas: Annotated[int, typer.Option(min=1, max=64, help="With --what-if: so many engines at most.")] = 4,
-    seconds: Annotated[float, typer.Option(help="With --what-if: after these nothing else is tried.")] = 120.0,
+    attainment: Annotated[
+        float, typer.Option(help="The part of the requests that must keep the SLO.")
+    ] = 0.9,
+    max_replicas: Annotated[
+        int, typer.Option(min=1, max=64, help="With --what-if: so many engines at most.")
+    ] = 4,
+    seconds: Annotated[
+        float, typer.Option(help="With --what-if: after these nothing else is tried.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    chart: Annotated[Path | None, typer.Option(help="Write charts (PNG) into this folder; needs matplotlib.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Write charts (PNG) into this folder; needs matplotlib.")
+    ] = None,
 ) -> None:
-    """Replay a trace in a simulated engine. Options of the engine are those of `serve`; by default they are the profile's."""
+    """Replay a trace in a simulated engine. Options of the engine are those of `serve`; by default
+    they are the profile's."""
     raise_on_interrupt()
     _check("--time-scale", time_scale, 1e-6, 1e6)
     _check("--length-scale", length_scale, 1e-6, 1e6)
@@ -80,17 +123,27 @@ def simulate(
     cases = cases_of(trace.expanduser(), settings, profile or "", requests, model, server, key)
     for case in cases:
         if acceptance_rate is not None:
-            speculation = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
+            speculation = Speculation(
+                acceptance_rate,
+                settings["max-drafts"] or 8,
+                draft_ms / 1000,
+                settings["adaptive-drafts"],
+            )
             case.config = replace(case.config, speculation=speculation)
         if settings["kv-host-memory"]:
-            tiers = SimTiers(settings["kv-host-memory"] // case.page_bytes, case.page_bytes, 0, host_rate * 1e9)
+            tiers = SimTiers(
+                settings["kv-host-memory"] // case.page_bytes, case.page_bytes, 0, host_rate * 1e9
+            )
             case.config = replace(case.config, tiers=tiers)
     limits = [None if ms is None else ms / 1000 for ms in (slo_ttft_ms, slo_tpot_ms)]
     if what_if:
         from tidemill.cli.what_if import ask, print_answers
 
         slo = Slo(limits[0], limits[1], attainment)
-        answers = [(ask(case, slo, max_replicas, seconds, (time_scale, length_scale)), case) for case in cases]
+        answers = [
+            (ask(case, slo, max_replicas, seconds, (time_scale, length_scale)), case)
+            for case in cases
+        ]
         if not print_answers(answers, slo, as_json):
             raise typer.Exit(1)
         return
@@ -104,19 +157,27 @@ def simulate(
         if chart:
             charts[case.model] = records
     if as_json:
-        print(json.dumps(next(iter(all_figures.values())) if len(cases) == 1 else {"models": all_figures}, indent=1))
+        print(
+            json.dumps(
+                next(iter(all_figures.values())) if len(cases) == 1 else {"models": all_figures},
+                indent=1,
+            )
+        )
     for name, records in charts.items():
         from tidemill.bench.plots import plot_latencies
 
         assert chart is not None
         folder = chart if len(charts) == 1 else chart / name.replace("/", "-")
-        Console(stderr=True, highlight=False).print(f"wrote {plot_latencies(records, folder / 'latency.png')}")
+        Console(stderr=True, highlight=False).print(
+            f"wrote {plot_latencies(records, folder / 'latency.png')}"
+        )
 
 
 def figures_of(
     case: RecordedCase, time_scale: float, length_scale: float, limits: list[float | None]
 ) -> tuple[dict[str, Any], list[Record]]:
-    """What is printed of one model, and the simulated records. `limits`: of the times to the first token and per token."""
+    """What is printed of one model, and the simulated records. `limits`: of the times to the first
+    token and per token."""
     config, cost = case.config, case.profile
     slos = dict(zip(("slo_ttft_s", "slo_tpot_s"), limits, strict=True))
     lengths: dict[str, Any] = {"length_scale": length_scale, "max_context": config.max_context}
@@ -126,9 +187,14 @@ def figures_of(
         length_scale=length_scale,
     )  # fmt: skip
     took = time.perf_counter() - begin
-    records = [record for record in run.records if record.token_times_s]  # not of those that were aborted before
+    # not of those that were aborted before
+    records = [record for record in run.records if record.token_times_s]
     figures = summarize(records, **slos) | about(run.engines)
-    figures |= {"profile": cost.model.name, "machine": cost.machine, "is_estimated": cost.is_estimated}
+    figures |= {
+        "profile": cost.model.name,
+        "machine": cost.machine,
+        "is_estimated": cost.is_estimated,
+    }
     if case.delays != Delays():
         figures["fit"] = msgspec.to_builtins(cost.errors)
     end_s = max(engine.clock.now() for engine in run.engines)
@@ -147,9 +213,18 @@ def _check(name: str, value: float, least: float, most: float) -> None:
 
 def about(engines: Sequence[SimEngine]) -> dict[str, Any]:
     """Beside what requests saw."""
-    tallies, end_s = [engine.tally for engine in engines], max(engine.clock.now() for engine in engines)
-    num_prompt, num_cached = sum(tally.num_prompt for tally in tallies), sum(tally.num_cached for tally in tallies)
-    busy_s, num_steps = sum(engine.busy_s for engine in engines), sum(engine.num_steps for engine in engines)
+    tallies, end_s = (
+        [engine.tally for engine in engines],
+        max(engine.clock.now() for engine in engines),
+    )
+    num_prompt, num_cached = (
+        sum(tally.num_prompt for tally in tallies),
+        sum(tally.num_cached for tally in tallies),
+    )
+    busy_s, num_steps = (
+        sum(engine.busy_s for engine in engines),
+        sum(engine.num_steps for engine in engines),
+    )
     return {
         "prefix_hit_rate": num_cached / num_prompt if num_prompt else 0.0,
         "cached_tokens": num_cached,
@@ -177,10 +252,18 @@ def _show(figures: dict[str, Any], case: RecordedCase, trace: Path) -> None:
     table.add_row("duration", *(f"{report['duration_s']:,.1f} s" for report in both))
     table.add_row("output tokens/s", *(f"{report['output_tokens_per_s']:,.1f}" for report in both))
     table.add_row("input tokens/s", *(f"{report['input_tokens_per_s']:,.1f}" for report in both))
-    for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("end to end", "e2e_s")):
+    for label, key in (
+        ("TTFT", "ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("ITL", "itl_s"),
+        ("end to end", "e2e_s"),
+    ):
         table.add_row(label, *(_percentiles(report[key]) for report in both))
     if "slo_met" in figures:
-        goodput = (f"{report['goodput_requests_per_s']:.2f} ({report['slo_met']:.0%} within SLO)" for report in both)
+        goodput = (
+            f"{report['goodput_requests_per_s']:.2f} ({report['slo_met']:.0%} within SLO)"
+            for report in both
+        )
         table.add_row("goodput, requests/s", *goodput)
     table.add_row("prefix hits", f"{figures['prefix_hit_rate']:.1%} of prompt tokens")
     table.add_row("preemptions", f"{figures['preemptions']:,}")
@@ -188,10 +271,15 @@ def _show(figures: dict[str, Any], case: RecordedCase, trace: Path) -> None:
     if "fit" in figures:
         fit = figures["fit"]
         table.add_row(
-            "fit of its steps", f"{fit['num_steps']:,} steps, off by {fit['median']:.0%} (median), {fit['total']:+.1%} in all"
+            "fit of its steps",
+            f"{fit['num_steps']:,} steps, off by {fit['median']:.0%} (median), {fit['total']:+.1%} in all",
         )
     table.add_row(
-        "utilisation", f"{figures['utilisation']:.1%}, {figures['steps']:,} steps of {figures['mean_step_s'] * 1e3:.1f} ms"
+        "utilisation",
+        f"{figures['utilisation']:.1%}, {figures['steps']:,} steps of {figures['mean_step_s'] * 1e3:.1f} ms",
     )
-    table.add_row("simulated in", f"{figures['simulation_s']:.1f} s, {figures['times_real_time']:,.0f} times real time")
+    table.add_row(
+        "simulated in",
+        f"{figures['simulation_s']:.1f} s, {figures['times_real_time']:,.0f} times real time",
+    )
     Console(highlight=False).print(table)

@@ -6,11 +6,20 @@ import signal
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class Stages:
-    """A bar for each stage on a terminal, a line elsewhere. In training, Ctrl-C takes effect after the step at hand."""
+    """A bar for each stage on a terminal, a line elsewhere. In training, Ctrl-C takes effect after
+    the step at hand."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -21,7 +30,12 @@ class Stages:
             TimeRemainingColumn(),
         )
         self._console = console
-        self._progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal)
+        self._progress = Progress(
+            *columns,
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._task: TaskID | None = None
         self._is_stopped, self._previous = False, signal.getsignal(signal.SIGINT)
 

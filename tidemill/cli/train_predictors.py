@@ -1,4 +1,5 @@
-"""`tidemill train-predictors`: which neurons and heads a token needs, learned from what the model does with text."""
+"""`tidemill train-predictors`: which neurons and heads a token needs, learned from what the model
+does with text."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ def train_predictors(
     settings: Settings,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
     units: Annotated[
-        str, typer.Option(help="What is chosen: neurons (of feed-forwards), heads (of attention) or both.")
+        str,
+        typer.Option(
+            help="What is chosen: neurons (of feed-forwards), heads (of attention) or both."
+        ),
     ] = "neurons",
     keep: Annotated[
-        float, typer.Option(help="Of what a layer's neurons or heads add, squared, the part that stays on average.")
+        float,
+        typer.Option(
+            help="Of what a layer's neurons or heads add, squared, the part that stays on average."
+        ),
     ] = 0.95,
-    rank: Annotated[int, typer.Option(help="Of a predictor; 0: a sixteenth of the hidden size, at least 8.")] = 0,
+    rank: Annotated[
+        int, typer.Option(help="Of a predictor; 0: a sixteenth of the hidden size, at least 8.")
+    ] = 0,
     steps: Annotated[int, typer.Option(help="Of learning, for each predictor.")] = 300,
     calibration: Calibration = SELF,
     samples: Samples = 32,
@@ -31,7 +40,8 @@ def train_predictors(
     seed: Seed = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train predictors for --contextual-sparsity. Layer by layer; the same command goes on where it was stopped."""
+    """Train predictors for --contextual-sparsity. Layer by layer; the same command goes on where it
+    was stopped."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.predictors import PredictorOptions, train_predictors
 
@@ -45,5 +55,11 @@ def train_predictors(
     console = Console(highlight=False, soft_wrap=True)
     for kind, figures in figures_by_kind.items():
         share, kept = (sum(figures[name]) / len(figures[name]) for name in ("share", "kept"))
-        console.print(f"{out}: {share:.1%} of the {kind} are computed, and keep {kept:.1%} of what all add.", markup=False)
-    console.print(f"Serve it with: tidemill serve {settings['model']} --contextual-sparsity {out}", markup=False)
+        console.print(
+            f"{out}: {share:.1%} of the {kind} are computed, and keep {kept:.1%} of what all add.",
+            markup=False,
+        )
+    console.print(
+        f"Serve it with: tidemill serve {settings['model']} --contextual-sparsity {out}",
+        markup=False,
+    )

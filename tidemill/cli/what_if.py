@@ -14,12 +14,22 @@ from tidemill.errors import ConfigError
 from tidemill.planning.what_if import Answer, Case, Search, Slo, Times, Tried, lines_of
 
 
-def ask(case: RecordedCase, slo: Slo, most_engines: int, seconds: float, scales: tuple[float, float]) -> Answer:
+def ask(
+    case: RecordedCase, slo: Slo, most_engines: int, seconds: float, scales: tuple[float, float]
+) -> Answer:
     """`scales`: of times and of lengths."""
     if slo.ttft_s is None and slo.tpot_s is None:
-        raise ConfigError("--what-if needs an SLO.", fix="Give --slo-ttft-ms, --slo-tpot-ms, or both.", param="what_if")
+        raise ConfigError(
+            "--what-if needs an SLO.",
+            fix="Give --slo-ttft-ms, --slo-tpot-ms, or both.",
+            param="what_if",
+        )
     console = Console(stderr=True, highlight=False)
-    progress = (lambda text: console.print(f"  {text}", markup=False)) if console.is_terminal else (lambda text: None)
+    progress = (
+        (lambda text: console.print(f"  {text}", markup=False))
+        if console.is_terminal
+        else (lambda text: None)
+    )
     recorded = case.recorded if scales == (1.0, 1.0) else (lambda rows: [])
     wanted = Case(
         case.rows, case.config, case.profile, slo, case.delays, case.num_engines, case.page_bytes, case.free_bytes,
@@ -54,18 +64,40 @@ def body_of(answer: Answer, case: RecordedCase, slo: Slo) -> dict[str, Any]:
 
 
 def show(answer: Answer, case: RecordedCase, slo: Slo) -> None:
-    limits = [f"{name} {value * 1000:g} ms" for name, value in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if value is not None]
+    limits = [
+        f"{name} {value * 1000:g} ms"
+        for name, value in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+        if value is not None
+    ]
     title = f"{case.model}: {' and '.join(limits)} for {slo.attainment:.0%} of {answer.num_requests:,} requests"
-    table = Table("", "within the SLO", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", title=title, title_justify="left")
+    table = Table(
+        "",
+        "within the SLO",
+        "TTFT p50 / p90 / p99",
+        "TPOT p50 / p90 / p99",
+        title=title,
+        title_justify="left",
+    )
     if answer.recorded is not None:
         table.add_row("as recorded", f"{answer.recorded.attainment:.1%}", *_both(answer.recorded))
     table.add_row("as simulated", f"{answer.simulated.attainment:.1%}", *_both(answer.simulated))
     if answer.recorded is not None:
-        ratios = (answer.ttft_error if slo.ttft_s else None, answer.tpot_error if slo.tpot_s else None)
-        cells = ("-" if ratio is None else f"× {ratio:.2f} at p{100 * slo.attainment:g}" for ratio in ratios)
+        ratios = (
+            answer.ttft_error if slo.ttft_s else None,
+            answer.tpot_error if slo.tpot_s else None,
+        )
+        cells = (
+            "-" if ratio is None else f"× {ratio:.2f} at p{100 * slo.attainment:g}"
+            for ratio in ratios
+        )
         table.add_row("recorded / simulated", "", *cells)
         if case.speeds != (1.0, 1.0):
-            table.add_row("steps, in good and bad times", "", f"× {case.speeds[0]:.2f} to × {case.speeds[1]:.2f}", "")
+            table.add_row(
+                "steps, in good and bad times",
+                "",
+                f"× {case.speeds[0]:.2f} to × {case.speeds[1]:.2f}",
+                "",
+            )
     table.add_section()
     shown = _shown(answer)
     for tried in shown:
@@ -75,7 +107,10 @@ def show(answer: Answer, case: RecordedCase, slo: Slo) -> None:
     console = Console(highlight=False)
     console.print(table)
     if others := len(answer.tried) - 1 - len(shown):
-        console.print(f"{others} other changes were tried and kept it for no more requests (--json lists them).", markup=False)
+        console.print(
+            f"{others} other changes were tried and kept it for no more requests (--json lists them).",
+            markup=False,
+        )
     for line in lines_of(answer, slo, case.num_engines):
         console.print(line, markup=False)
     console.print(f"{len(answer.tried)} simulations in {answer.took_s:.1f} s", markup=False)
@@ -99,7 +134,10 @@ def _percentiles(values: dict[str, float]) -> str:
     if not values:
         return "-"
     scale, unit = (1, "s") if max(values.values()) >= 10 else (1000, "ms")
-    return " / ".join(f"{value * scale:.{1 if unit == 's' else 0}f}" for value in values.values()) + f" {unit}"
+    return (
+        " / ".join(f"{value * scale:.{1 if unit == 's' else 0}f}" for value in values.values())
+        + f" {unit}"
+    )
 
 
 def print_answers(answers: list[tuple[Answer, RecordedCase]], slo: Slo, as_json: bool) -> bool:

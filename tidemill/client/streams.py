@@ -45,7 +45,9 @@ def _data(block: bytes) -> bytes:
     """The data of an event: one line in nearly all."""
     if block.startswith(b"data:") and b"\n" not in block:
         return block[5:].removeprefix(b" ")
-    lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+    lines = [
+        line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")
+    ]
     return b"\n".join(lines)
 
 

@@ -28,10 +28,16 @@ class Calibration:
 
     def check(self) -> None:
         if not 16 <= self.length <= 2**17:
-            raise ConfigError(f"--seq-len is {self.length}.", fix="It must be 16 to 131072.", param="seq-len")
+            raise ConfigError(
+                f"--seq-len is {self.length}.", fix="It must be 16 to 131072.", param="seq-len"
+            )
         if not self.length <= self.num_tokens <= MAX_TOKENS:
             fix = f"They must be {self.length} (one sequence) to {MAX_TOKENS}."
-            raise ConfigError(f"--samples of --seq-len tokens are {self.num_tokens} tokens.", fix=fix, param="samples")
+            raise ConfigError(
+                f"--samples of --seq-len tokens are {self.num_tokens} tokens.",
+                fix=fix,
+                param="samples",
+            )
 
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on."""
@@ -40,7 +46,9 @@ class Calibration:
             try:
                 text = hashlib.sha256(self.data.read_bytes()).hexdigest()
             except OSError as error:
-                raise ConfigError(f"--calibration {self.data} cannot be read: {error}.", param="calibration") from error
+                raise ConfigError(
+                    f"--calibration {self.data} cannot be read: {error}.", param="calibration"
+                ) from error
         return {"text": text, "tokens": self.num_tokens, "length": self.length, "seed": self.seed}
 
 
@@ -58,9 +66,14 @@ class _Texts:
 
 
 def calibration_ids(
-    model: Path, vocab_size: int, calibration: Calibration, work: Path, report: Reporter | None = None
+    model: Path,
+    vocab_size: int,
+    calibration: Calibration,
+    work: Path,
+    report: Reporter | None = None,
 ) -> torch.Tensor:
-    """[sequences, length]. Documents follow each other; `work`: where text that the model writes is kept meanwhile."""
+    """[sequences, length]. Documents follow each other; `work`: where text that the model writes is
+    kept meanwhile."""
     calibration.check()
     report = report or Quiet()
     if calibration.data is not None:
@@ -78,7 +91,9 @@ def calibration_ids(
             fix=f"Give more text, or --samples {max(len(ids) // calibration.length, 1)}.",
             param="calibration",
         )
-    return torch.tensor(ids[: num_sequences * calibration.length]).view(num_sequences, calibration.length)
+    return torch.tensor(ids[: num_sequences * calibration.length]).view(
+        num_sequences, calibration.length
+    )
 
 
 def _written(model: Path, calibration: Calibration, work: Path, report: Reporter) -> Any:
@@ -89,6 +104,12 @@ def _written(model: Path, calibration: Calibration, work: Path, report: Reporter
     llm = LLM(str(model), device="cpu", max_requests=32, max_context=context, progress=False)
     try:
         report.stage("Writing text", calibration.num_tokens)
-        return write_text(llm, TextFile(work / "text.jsonl", ""), calibration.num_tokens, calibration.seed, report.at)
+        return write_text(
+            llm,
+            TextFile(work / "text.jsonl", ""),
+            calibration.num_tokens,
+            calibration.seed,
+            report.at,
+        )
     finally:
         llm.close()

@@ -1,4 +1,5 @@
-"""A Transformers model walked one decoder layer at a time: only the layer at hand, the embeddings and the head have weights."""
+"""A Transformers model walked one decoder layer at a time: only the layer at hand, the embeddings
+and the head have weights."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ LAYERS = ("layers", "h", "blocks")  # what families call their list of decoder l
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of a decoder layer besides hidden states: masks and rotations of a sequence of one length."""
+    """The arguments of a decoder layer besides hidden states: masks and rotations of a sequence of
+    one length."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Decoder:
-    """`layer(i)` fills layer i; `embed`, `calls` and `logits` are the model's own code around the layers."""
+    """`layer(i)` fills layer i; `embed`, `calls` and `logits` are the model's own code around the
+    layers."""
 
     def __init__(self, source: Source, device: str = "cpu") -> None:
         _refuse_experts(source.config)
@@ -48,7 +51,8 @@ class Decoder:
 
     @property
     def takes_batches(self) -> bool:
-        """Tells if `calls` hold for several sequences: Bloom's biases of positions are made for each."""
+        """Tells if `calls` hold for several sequences: Bloom's biases of positions are made for
+        each."""
         return bool(self.model.config.model_type != "bloom")
 
     def name_of(self, module: nn.Module) -> str:
@@ -57,7 +61,11 @@ class Decoder:
 
     def linears(self, layer: int) -> dict[str, nn.Module]:
         """The matrices of a layer by name: those that quantization, pruning and the like change."""
-        return {self._names[module]: module for module in self.layers[layer].modules() if is_linear(module)}
+        return {
+            self._names[module]: module
+            for module in self.layers[layer].modules()
+            if is_linear(module)
+        }
 
     def tensor_names(self, layer: int) -> list[str]:
         """The names of the layer's stored tensors."""
@@ -74,8 +82,11 @@ class Decoder:
         return self.source.shapes[self.stored_name(name)]
 
     @contextmanager
-    def layer(self, number: int, changed: dict[str, torch.Tensor] | None = None) -> Iterator[nn.Module]:
-        """The layer with its weights, which are forgotten afterwards. `changed`: tensors to take instead of stored ones."""
+    def layer(
+        self, number: int, changed: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[nn.Module]:
+        """The layer with its weights, which are forgotten afterwards. `changed`: tensors to take
+        instead of stored ones."""
         module = self.layers[number]
         self._fill(module, changed=changed or {})
         try:
@@ -114,7 +125,10 @@ class Decoder:
                 return hidden
 
             with self._instead_of_layers(see):
-                self.model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64, device=self.device), use_cache=False)
+                self.model.base_model(
+                    input_ids=torch.zeros(1, length, dtype=torch.int64, device=self.device),
+                    use_cache=False,
+                )
             self._calls = {length: calls}  # one length at a time: masks are large
         return self._calls[length]
 
@@ -130,8 +144,11 @@ class Decoder:
         """Meanwhile the model's layers are this function of their number and arguments."""
 
         def forward(number: int) -> Callable[..., Any]:
-            is_pair = self.model.config.model_type == "bloom"  # its layers give attention weights, too
-            return lambda *args, **kwargs: (see(number, *args, **kwargs), None) if is_pair else see(number, *args, **kwargs)
+            # its layers give attention weights, too
+            is_pair = self.model.config.model_type == "bloom"
+            return lambda *args, **kwargs: (
+                (see(number, *args, **kwargs), None) if is_pair else see(number, *args, **kwargs)
+            )
 
         for number, layer in enumerate(self.layers):
             layer.forward = forward(number)  # type: ignore[method-assign]
@@ -141,7 +158,12 @@ class Decoder:
             for layer in self.layers:
                 del layer.forward
 
-    def _fill(self, module: nn.Module, recurse: bool = True, changed: dict[str, torch.Tensor] | None = None) -> None:
+    def _fill(
+        self,
+        module: nn.Module,
+        recurse: bool = True,
+        changed: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """Give the module its parameters and buffers, from the source."""
         prefix = self._names[module]
         own = module.state_dict() if recurse else dict(module.named_parameters(recurse=False))
@@ -152,23 +174,31 @@ class Decoder:
         for name, full in wanted.items():
             value = changed[full] if full in changed else read[full]
             if value.shape != own[name].shape:
-                raise CheckpointError(f"Tensor {full} has shape {list(value.shape)}, not {list(own[name].shape)}.")
+                raise CheckpointError(
+                    f"Tensor {full} has shape {list(value.shape)}, not {list(own[name].shape)}."
+                )
             filled[name] = value.to(self.device, torch.float32)
         module.load_state_dict(filled, strict=recurse, assign=True)
         module.to(self.device)  # buffers that are not stored
         module.requires_grad_(False)
 
     def stored_name(self, name: str) -> str:
-        """The name in the checkpoint: some files leave out the name of the base model, and a tied head is the embedding."""
+        """The name in the checkpoint: some files leave out the name of the base model, and a tied
+        head is the embedding."""
         prefix = self.model.base_model_prefix + "."
         for candidate in (name, name.removeprefix(prefix), prefix + name):
             if candidate in self.source.shapes:
                 return candidate
-        if self.model.get_output_embeddings() is not None and name == self._names[self.model.get_output_embeddings()] + ".weight":
+        if (
+            self.model.get_output_embeddings() is not None
+            and name == self._names[self.model.get_output_embeddings()] + ".weight"
+        ):
             table = self._names[self.model.get_input_embeddings()] + ".weight"
             if table != name:
                 return self.stored_name(table)
-        raise CheckpointError(f"{self.source.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        raise CheckpointError(
+            f"{self.source.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?"
+        )
 
 
 def compute_device(name: str) -> torch.device:
@@ -187,7 +217,8 @@ def _refuse_experts(config: dict[str, Any]) -> None:
     for settings in (config, text if isinstance(text, dict) else {}):
         if any(isinstance(num := settings.get(key), int) and num > 0 for key in _EXPERTS):
             raise ConfigError(
-                "The model has experts, which quantize, prune, distill and convert do not support yet.", fix="Give a dense model."
+                "The model has experts, which quantize, prune, distill and convert do not support yet.",
+                fix="Give a dense model.",
             )
 
 
@@ -217,7 +248,11 @@ def without_weights(config: dict[str, Any]) -> Any:
         what = f"Compression runs models by Transformers, which is not installed ({error.name})."
         fix = f"Run: {sys.executable} -m pip install 'tidemill[compress]'. `make serve` does not install it; `make test` does."
         raise ConfigError(what, fix=fix) from error
-    settings = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype", "dtype")}
+    settings = {
+        key: value
+        for key, value in config.items()
+        if key not in ("quantization_config", "torch_dtype", "dtype")
+    }
     kind = settings.pop("model_type", None)
     try:
         made = AutoConfig.for_model(kind, **settings)
@@ -232,4 +267,6 @@ def _decoder_layers(model: Any) -> nn.ModuleList:
     for name in LAYERS:
         if isinstance(layers := getattr(model.base_model, name, None), nn.ModuleList):
             return layers
-    raise CheckpointError(f"A {model.config.model_type} has no list of decoder layers, which compression walks through.")
+    raise CheckpointError(
+        f"A {model.config.model_type} has no list of decoder layers, which compression walks through."
+    )

@@ -1,4 +1,5 @@
-"""`tidemill distill`: a student of fewer layers, which begins as some of the teacher's and learns its distributions."""
+"""`tidemill distill`: a student of fewer layers, which begins as some of the teacher's and learns
+its distributions."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def spread(num_layers: int, num: int) -> list[int]:
 
 
 def distill(
-    options: DistillOptions, report: Reporter | None = None, is_stopped: Callable[[], bool] = lambda: False
+    options: DistillOptions,
+    report: Reporter | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Writes the folder. What was done, in numbers."""
     options.check()
@@ -66,9 +69,18 @@ def distill(
         ids = calibration_tokens(source, decoder, options.calibration, work, report)
     outside = decoder.read(names_outside(decoder))
     config = with_layers(source.config, chosen)
-    teacher = build(source.config, outside | layer_tensors(decoder, list(range(decoder.num_layers))), options.device)
+    teacher = build(
+        source.config,
+        outside | layer_tensors(decoder, list(range(decoder.num_layers))),
+        options.device,
+    )
     fresh = {name: value.clone() for name, value in outside.items()}
     student = build(config, fresh | layer_tensors(decoder, chosen), options.device)
     learn(student, teacher, chosen, ids, options.learning, work, report, is_stopped)
     num_bytes = write_student(student, decoder, config, work, dtype)
-    return {"layers": len(chosen), "of": decoder.num_layers, "bytes": num_bytes, "tokens": int(torch.numel(ids))}
+    return {
+        "layers": len(chosen),
+        "of": decoder.num_layers,
+        "bytes": num_bytes,
+        "tokens": int(torch.numel(ids)),
+    }

@@ -62,12 +62,16 @@ def default_text() -> str:
 
 
 def text_sha256(text: Path | None) -> str:
-    """Perplexities of different texts cannot be compared, and the documentation differs between versions of Python."""
-    return hashlib.sha256(default_text().encode() if text is None else text.read_bytes()).hexdigest()
+    """Perplexities of different texts cannot be compared, and the documentation differs between
+    versions of Python."""
+    return hashlib.sha256(
+        default_text().encode() if text is None else text.read_bytes()
+    ).hexdigest()
 
 
 def text_windows(llm: LLM, text: Path | None, num_tokens: int, skip: int = 0) -> list[list[int]]:
-    """Pieces of a text of at most WINDOW tokens, `num_tokens` in all. `skip`: tokens at its begin that are not used."""
+    """Pieces of a text of at most WINDOW tokens, `num_tokens` in all. `skip`: tokens at its begin
+    that are not used."""
     size = min(WINDOW, llm.config.max_context - 1)
     if text is not None:
         pieces = [example.ids for example in read_text(llm, text, num_tokens + skip, size)]
@@ -81,7 +85,11 @@ def text_windows(llm: LLM, text: Path | None, num_tokens: int, skip: int = 0) ->
     pieces = [piece for piece in pieces if len(piece) > 1]
     total = sum(map(len, pieces))
     if total < min(num_tokens, _LEAST_TOKENS):
-        raise ConfigError(f"The text has {total} tokens; at least {_LEAST_TOKENS} are needed.", fix="Give more.", param="text")
+        raise ConfigError(
+            f"The text has {total} tokens; at least {_LEAST_TOKENS} are needed.",
+            fix="Give more.",
+            param="text",
+        )
     return pieces
 
 
@@ -92,11 +100,14 @@ def measure_quality(
     tick: Tick,
     of_original: Callable[[LLM, list[int]], torch.Tensor] | None = None,
 ) -> Quality:
-    """Every token but the first of each window counts, given those before it. Logits are those that the engine computes.
-    `of_original`: for a caller that keeps the original's."""
+    """Every token but the first of each window counts, given those before it. Logits are those that
+    the engine computes. `of_original`: for a caller that keeps the original's."""
     if original is not None and original.model_config.vocab_size != llm.model_config.vocab_size:
         sizes = f"{llm.model_config.vocab_size} and {original.model_config.vocab_size}"
-        raise ConfigError(f"The models' vocabularies differ: {sizes} tokens.", fix="Compare models of one tokenizer.")
+        raise ConfigError(
+            f"The models' vocabularies differ: {sizes} tokens.",
+            fix="Compare models of one tokenizer.",
+        )
     nll = kl = same = 0.0
     count = done = 0
     for ids in windows:
@@ -152,7 +163,8 @@ def _seen_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
 
 
 def measure_speeds(llms: list[LLM]) -> list[float]:
-    """Tokens a second of one request that decodes; the models take turns, and the best of three counts."""
+    """Tokens a second of one request that decodes; the models take turns, and the best of three
+    counts."""
     best = [0.0] * len(llms)
     for _ in range(3):
         for i, llm in enumerate(llms):
@@ -161,7 +173,9 @@ def measure_speeds(llms: list[LLM]) -> list[float]:
 
 
 def _decode_speed(llm: LLM) -> float:
-    request_id, output = llm.submit([2, 3, 4, 5], SamplingParams(max_tokens=_SPEED_TOKENS, temperature=0.0, ignore_eos=True))
+    request_id, output = llm.submit(
+        [2, 3, 4, 5], SamplingParams(max_tokens=_SPEED_TOKENS, temperature=0.0, ignore_eos=True)
+    )
     try:
         llm.step()
         begin = time.perf_counter()
@@ -173,9 +187,14 @@ def _decode_speed(llm: LLM) -> float:
 
 
 def evaluate(
-    models: dict[str, LLM], windows: list[list[int]], suites: list[Suite], report: Reporter, text_hash: str | None = None
+    models: dict[str, LLM],
+    windows: list[list[int]],
+    suites: list[Suite],
+    report: Reporter,
+    text_hash: str | None = None,
 ) -> list[Evaluation]:
-    """Evaluates one model, or an original and others. `text_hash`: the hash of the text that the windows are of."""
+    """Evaluates one model, or an original and others. `text_hash`: the hash of the text that the
+    windows are of."""
     evaluations = []
     original = next(iter(models.values()))
     speeds = measure_speeds(list(models.values()))
@@ -183,12 +202,16 @@ def evaluate(
         name, quality = Path(model).name, None
         if windows:
             report.stage(f"Text: {name}", sum(map(len, windows)))
-            quality = measure_quality(llm, None if llm is original else original, windows, report.at)
+            quality = measure_quality(
+                llm, None if llm is original else original, windows, report.at
+            )
         scores: dict[str, Score] = {}
         for suite in suites:
             report.stage(f"{suite.name}: {name}", suite.num_items)
             scores |= suite.run(llm, report.at)
         num_bytes = open_checkpoint(locate(model)).num_bytes
         kv_bytes = llm.model_config.kv_bytes_per_token(llm.config.kv_dtype)
-        evaluations.append(Evaluation(model, num_bytes, kv_bytes, speed, quality, scores, text_hash))
+        evaluations.append(
+            Evaluation(model, num_bytes, kv_bytes, speed, quality, scores, text_hash)
+        )
     return evaluations

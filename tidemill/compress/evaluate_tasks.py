@@ -29,7 +29,8 @@ QUESTIONS = {  # and what a right answer says
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`acc`: the share of items that are right. `acc_norm`: of multiple choice, by likelihood per character."""
+    """`acc`: the share of items that are right. `acc_norm`: of multiple choice, by likelihood per
+    character."""
 
     num_items: int
     acc: float
@@ -57,7 +58,8 @@ class Item:
 
 @dataclass(slots=True)
 class Generated:
-    """Items by the name under which they are counted; made for a model, whose tokens they may be measured in."""
+    """Items by the name under which they are counted; made for a model, whose tokens they may be
+    measured in."""
 
     name: str
     num_items: int
@@ -69,7 +71,10 @@ class Generated:
             num_right = 0
             for first in range(0, len(items), _GROUP):
                 some = items[first : first + _GROUP]
-                num_right += sum(item.is_right(text) for item, text in zip(some, _answers(llm, some), strict=True))
+                num_right += sum(
+                    item.is_right(text)
+                    for item, text in zip(some, _answers(llm, some), strict=True)
+                )
                 done += len(some)
                 tick(done)
             scores[name] = Score(len(items), num_right / len(items))
@@ -77,11 +82,17 @@ class Generated:
 
 
 def _answers(llm: LLM, items: list[Item]) -> list[str]:
-    params = [SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=item.stop) for item in items]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=item.stop)
+        for item in items
+    ]
     if items[0].is_chat and llm.tokenizer.chat_template is not None:
         conversations = [[{"role": "user", "content": item.prompt}] for item in items]
         return [output.text for output in llm.chat(conversations, params, progress=False)]
-    return [output.text for output in llm.generate([item.prompt for item in items], params, progress=False)]
+    return [
+        output.text
+        for output in llm.generate([item.prompt for item in items], params, progress=False)
+    ]
 
 
 # ---- generated suites
@@ -112,11 +123,14 @@ def _first_number_is(value: int) -> Callable[[str], bool]:
     return check
 
 
-_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+_FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
 
 
 def passkey(num: int, seed: int, lengths: tuple[int, ...] = ()) -> Generated:
-    """A number of four digits in text of a certain length, at depths that are spread evenly, is to be repeated."""
+    """A number of four digits in text of a certain length, at depths that are spread evenly, is to
+    be repeated."""
 
     def make(llm: LLM) -> dict[str, list[Item]]:
         most = llm.config.max_context - 16
@@ -127,7 +141,10 @@ def passkey(num: int, seed: int, lengths: tuple[int, ...] = ()) -> Generated:
                 fix=f"Give lengths up to {most}.",
                 param="lengths",
             )
-        return {f"passkey@{length}": [_passkey(llm, length, i, num, seed) for i in range(num)] for length in chosen}
+        return {
+            f"passkey@{length}": [_passkey(llm, length, i, num, seed) for i in range(num)]
+            for length in chosen
+        }
 
     return Generated("passkey", num * len(lengths or _LENGTHS), make)
 
@@ -139,27 +156,41 @@ def _passkey(llm: LLM, length: int, number: int, num: int, seed: int) -> Item:
     ending = "What is the pass key? The pass key is"
     room = max(1, (length - count(middle + ending)) // max(1, count(_FILLER * 8) // 8))
     before = round(room * (number + 0.5) / num)
-    return Item(_FILLER * before + middle + _FILLER * (room - before) + ending, lambda text: str(key) in text, 12)
+    return Item(
+        _FILLER * before + middle + _FILLER * (room - before) + ending,
+        lambda text: str(key) in text,
+        12,
+    )
 
 
 _KINDS = ("string", "integer", "boolean")
 _FIELDS = ("name", "city", "age", "count", "active", "color", "year", "title", "open", "level")
-_VALUES: dict[str, tuple[Any, ...]] = {"string": ("red", "Oslo", "Anna"), "integer": (7, 12, 1999), "boolean": (True, False)}
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "string": ("red", "Oslo", "Anna"),
+    "integer": (7, 12, 1999),
+    "boolean": (True, False),
+}
 
 
 def json_following(num: int, seed: int) -> Generated:
-    """Facts as a JSON object with just the fields of a schema, after two examples. It is not constrained to be JSON."""
+    """Facts as a JSON object with just the fields of a schema, after two examples. It is not
+    constrained to be JSON."""
     draw = random.Random(f"json {seed}")
 
     def task() -> tuple[str, dict[str, str], dict[str, Any]]:
         fields = {name: draw.choice(_KINDS) for name in draw.sample(_FIELDS, draw.randint(2, 4))}
         value = {name: draw.choice(_VALUES[kind]) for name, kind in fields.items()}
-        facts = ", ".join(f"{name} is {str(fact).lower() if fact in (True, False) else fact}" for name, fact in value.items())
+        facts = ", ".join(
+            f"{name} is {str(fact).lower() if fact in (True, False) else fact}"
+            for name, fact in value.items()
+        )
         return f"Schema: {json.dumps(fields)}\nFacts: {facts}\nObject:", fields, value
 
     items = []
     for _ in range(num):
-        shots = "".join(f"{text} {json.dumps(value)}\n\n" for text, _, value in (task() for _ in range(2)))
+        shots = "".join(
+            f"{text} {json.dumps(value)}\n\n" for text, _, value in (task() for _ in range(2))
+        )
         text, fields, _ = task()
         items.append(Item(shots + text, _follows(fields), 64))
     return Generated("json", num, lambda _: {"json": items})
@@ -189,7 +220,9 @@ def questions(num: int, seed: int) -> Generated:
     def check(pattern: str) -> Callable[[str], bool]:
         return lambda text: re.search(pattern, text) is not None
 
-    items = [Item(question, check(right), 64, (), is_chat=True) for question, right in QUESTIONS.items()]
+    items = [
+        Item(question, check(right), 64, (), is_chat=True) for question, right in QUESTIONS.items()
+    ]
     return Generated("questions", len(items), lambda _: {"questions": items})
 
 
@@ -231,9 +264,14 @@ class MultipleChoice:
             for question, sums in zip(some, _likelihoods(llm, some), strict=True):
                 lengths = [max(1, len(choice.strip())) for choice in question.choices]
                 right += _best(sums) == question.answer
-                right_norm += _best([total / length for total, length in zip(sums, lengths, strict=True)]) == question.answer
+                right_norm += (
+                    _best([total / length for total, length in zip(sums, lengths, strict=True)])
+                    == question.answer
+                )
             tick(first + len(some))
-        return {self.name: Score(len(self.items), right / len(self.items), right_norm / len(self.items))}
+        return {
+            self.name: Score(len(self.items), right / len(self.items), right_norm / len(self.items))
+        }
 
 
 def _best(values: list[float]) -> int:
@@ -249,7 +287,11 @@ def _likelihoods(llm: LLM, items: list[Choice]) -> list[list[float]]:
             ids = llm.tokenizer.encode(question.context + choice)
             prompts.append(ids)
             first = max(1, min(start, len(ids) - 1))
-            params.append(SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=first))
+            params.append(
+                SamplingParams(
+                    max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=first
+                )
+            )
     outputs = iter(llm.generate(prompts, params, progress=False))
     return [[_total(next(outputs)) for _ in question.choices] for question in items]
 
@@ -261,14 +303,23 @@ def _total(output: Any) -> float:
 
 
 def read_choices(path: Path) -> MultipleChoice:
-    """An object a line: `question` or `context`, `choices`, and `answer`, the index, the letter or the text of one of them."""
+    """An object a line: `question` or `context`, `choices`, and `answer`, the index, the letter or
+    the text of one of them."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.", fix="Give a part of it.", param="tasks")
+            raise ConfigError(
+                f"{path} is larger than {_MAX_FILE_BYTES} bytes.",
+                fix="Give a part of it.",
+                param="tasks",
+            )
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", param="tasks") from error
-    items = [_choice(line, f"Line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip()]
+    items = [
+        _choice(line, f"Line {number} of {path}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not items:
         raise ConfigError(f"{path} holds no items.", param="tasks")
     return MultipleChoice(path.stem, items)
@@ -284,13 +335,17 @@ def _choice(line: str, where: str) -> Choice:
     question, context = value.get("question"), value.get("context")
     choices: list[Any] = value["choices"] if isinstance(value.get("choices"), list) else []
     text = question if isinstance(question, str) else context
-    has_choices = 2 <= len(choices) <= _MAX_CHOICES and all(isinstance(text, str) and text for text in choices)
+    has_choices = 2 <= len(choices) <= _MAX_CHOICES and all(
+        isinstance(text, str) and text for text in choices
+    )
     if not isinstance(text, str) or not text or not has_choices:
         raise ConfigError(f"{where} is no item of multiple choice.", fix=fix, param="tasks")
     number = _answer(value.get("answer"), choices)
     if number is None:
         what = f"{where}: the answer is {str(value.get('answer'))[:100]!r}."
-        raise ConfigError(what, fix="It must be the index, the letter or the text of a choice.", param="tasks")
+        raise ConfigError(
+            what, fix="It must be the index, the letter or the text of a choice.", param="tasks"
+        )
     context = f"Question: {question}\nAnswer:" if isinstance(question, str) else text.rstrip()
     return Choice(context, tuple(f" {text}" for text in choices), number)
 

@@ -21,7 +21,11 @@ def output_dtype(source: Source, dtype: str | None) -> str:
     """The type that the source says it is stored in; GGUF's values are all float16's."""
     name = dtype or source.config.get("dtype") or source.config.get("torch_dtype") or "float16"
     if name not in DTYPES:
-        raise ConfigError(f"--out-dtype {name} is not known.", fix=f"Give one of {', '.join(DTYPES)}.", param="out-dtype")
+        raise ConfigError(
+            f"--out-dtype {name} is not known.",
+            fix=f"Give one of {', '.join(DTYPES)}.",
+            param="out-dtype",
+        )
     return str(name)
 
 
@@ -43,7 +47,11 @@ class FolderWriter:
             tensor = tensor.to("cpu", DTYPES[self._dtype])
             if not bool(tensor.isfinite().all()):
                 fix = "Give --out-dtype bfloat16 or float32."
-                raise ConfigError(f"Tensor {name} holds values that {self._dtype} does not.", fix=fix, param="out-dtype")
+                raise ConfigError(
+                    f"Tensor {name} holds values that {self._dtype} does not.",
+                    fix=fix,
+                    param="out-dtype",
+                )
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._num_bytes + size > self._shard_bytes:
             self._flush()
@@ -72,17 +80,25 @@ class FolderWriter:
                 self._file(number).rename(path)
                 places |= dict.fromkeys(names, path.name)
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": places}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (self._folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n"
+            )
         source.write_side_files(self._folder)
-        settings = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": self._dtype}
-        (self._folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        settings = {key: value for key, value in config.items() if key != "torch_dtype"} | {
+            "dtype": self._dtype
+        }
+        (self._folder / "config.json").write_text(
+            json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        )
 
 
 def names_outside(decoder: Decoder) -> list[str]:
     """Stored tensors that belong to no layer. A head that is the embedding is not stored."""
     inside = {name for number in range(decoder.num_layers) for name in decoder.tensor_names(number)}
     names = [name for name in decoder.model.state_dict() if name not in inside]
-    if not decoder.source.config.get("tie_word_embeddings", getattr(decoder.model.config, "tie_word_embeddings", False)):
+    if not decoder.source.config.get(
+        "tie_word_embeddings", getattr(decoder.model.config, "tie_word_embeddings", False)
+    ):
         return names
     head = decoder.model.get_output_embeddings()
     return [name for name in names if head is None or name != f"{decoder.name_of(head)}.weight"]

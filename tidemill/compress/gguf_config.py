@@ -1,4 +1,5 @@
-"""The files that a Hugging Face folder needs beside weights, from a GGUF file: config.json and the tokenizer's files."""
+"""The files that a Hugging Face folder needs beside weights, from a GGUF file: config.json and the
+tokenizer's files."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tidemill.types.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.weights.checkpoint import Checkpoint
 
 _ACTS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 Settings = dict[str, Any]
 
 
@@ -33,7 +38,10 @@ def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
     windows = {spec.window for spec in config.layers} - {0}
     if windows and config.architecture in _WITH_WINDOWS:
         architecture, model_type, own = _WITH_WINDOWS[config.architecture]
-    ids = {f"{name}_token_id": checkpoint.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    ids = {
+        f"{name}_token_id": checkpoint.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos")
+    }
     settings: Settings = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -58,12 +66,18 @@ def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
         settings["rope_parameters"] = _rope(rotation, config.head_dim, _factors(checkpoint))
     if windows:
         kinds = ["sliding_attention" if spec.window else "full_attention" for spec in config.layers]
-        settings |= {"sliding_window": max(windows), "layer_types": kinds, "use_sliding_window": True}
+        settings |= {
+            "sliding_window": max(windows),
+            "layer_types": kinds,
+            "use_sliding_window": True,
+        }
     return settings | own(config)
 
 
 def _factors(checkpoint: Checkpoint) -> torch.Tensor | None:
-    tensor = next((tensor for tensor in checkpoint.tensors() if tensor.name == "rope_freqs.weight"), None)
+    tensor = next(
+        (tensor for tensor in checkpoint.tensors() if tensor.name == "rope_freqs.weight"), None
+    )
     if tensor is None:
         return None
     values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -84,25 +98,41 @@ def _rope(rotation: Rotation, head_dim: int, factors: torch.Tensor | None = None
     if scaling.kind != "linear":
         rope["original_max_position_embeddings"] = scaling.original_context
     if scaling.kind == "longrope":
-        rope |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        rope |= {
+            "short_factor": list(scaling.short_factors),
+            "long_factor": list(scaling.long_factors),
+        }
     if scaling.attention_factor is not None:
         rope["attention_factor"] = scaling.attention_factor
     return rope
 
 
 def _llama3(rotation: Rotation, factors: torch.Tensor) -> Settings:
-    """Llama 3's scaling is stored as the factors that come out of it: those of the published settings are recognized."""
+    """Llama 3's scaling is stored as the factors that come out of it: those of the published
+    settings are recognized."""
     settings = _LLAMA3 | {"rope_type": "llama3", "factor": round(float(factors.max()), 4)}
     if not torch.allclose(llama3_factors(rotation, settings), factors, rtol=1e-3):
-        raise CheckpointError("The file's rope factors are not Llama 3's.", fix="Give the model's Hugging Face folder.")
+        raise CheckpointError(
+            "The file's rope factors are not Llama 3's.",
+            fix="Give the model's Hugging Face folder.",
+        )
     return settings
 
 
 def llama3_factors(rotation: Rotation, settings: Settings) -> torch.Tensor:
     """The divisors of the frequencies."""
-    waves = 2 * math.pi * rotation.theta ** (torch.arange(0, rotation.num_dims, 2, dtype=torch.float64) / rotation.num_dims)
-    low, high, factor = (settings[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
-    smooth = ((settings["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
+    waves = (
+        2
+        * math.pi
+        * rotation.theta
+        ** (torch.arange(0, rotation.num_dims, 2, dtype=torch.float64) / rotation.num_dims)
+    )
+    low, high, factor = (
+        settings[name] for name in ("low_freq_factor", "high_freq_factor", "factor")
+    )
+    smooth = ((settings["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(
+        0, 1
+    )
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
@@ -111,7 +141,10 @@ def _plain(config: ModelConfig) -> Settings:
 
 
 def _smollm3(config: ModelConfig) -> Settings:
-    return {"no_rope_layers": [int(spec.rotation is not None) for spec in config.layers], "use_sliding_window": False}
+    return {
+        "no_rope_layers": [int(spec.rotation is not None) for spec in config.layers],
+        "use_sliding_window": False,
+    }
 
 
 def _gemma2(config: ModelConfig) -> Settings:
@@ -126,8 +159,15 @@ def _gemma2(config: ModelConfig) -> Settings:
 
 def _by_kind(config: ModelConfig) -> Settings:
     """Windowed layers and others are rotated differently."""
-    rope = {"sliding_attention" if spec.window else "full_attention": spec.rotation for spec in config.layers}
-    parameters = {kind: _rope(rotation, config.head_dim) for kind, rotation in rope.items() if rotation is not None}
+    rope = {
+        "sliding_attention" if spec.window else "full_attention": spec.rotation
+        for spec in config.layers
+    }
+    parameters = {
+        kind: _rope(rotation, config.head_dim)
+        for kind, rotation in rope.items()
+        if rotation is not None
+    }
     return {"rope_parameters": parameters}
 
 
@@ -185,11 +225,14 @@ _WITH_WINDOWS = {
 }
 
 # Hugging Face's names of them to GGUF's
-ARCHITECTURES = {cls: name for table in (_FAMILIES, _WITH_WINDOWS) for name, (cls, _, _) in table.items()}
+ARCHITECTURES = {
+    cls: name for table in (_FAMILIES, _WITH_WINDOWS) for name, (cls, _, _) in table.items()
+}
 
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json with the chat template, and generation_config.json with what ends an answer."""
+    """tokenizer.json, tokenizer_config.json with the chat template, and generation_config.json with
+    what ends an answer."""
     if "tokenizer.ggml.model" not in checkpoint.metadata:
         return  # a file without a vocabulary: weights alone
     built = build_tokenizer(checkpoint.metadata, str(checkpoint.path))
@@ -201,12 +244,19 @@ def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     after = [(eos, ends[0])] if built.add_eos and eos else []
     if before or after:
         single = [*(token for token, _ in before), "$A", *(token for token, _ in after)]
-        backend.post_processor = processors.TemplateProcessing(single=" ".join(single), special_tokens=before + after)
+        backend.post_processor = processors.TemplateProcessing(
+            single=" ".join(single), special_tokens=before + after
+        )
     backend.save(str(folder / "tokenizer.json"))
-    settings: Settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings: Settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     settings |= {"bos_token": bos, "eos_token": eos}
     if isinstance(template := checkpoint.metadata.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     generation = {"bos_token_id": built.bos_token_id, "eos_token_id": list(ends)}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -1,4 +1,5 @@
-"""The keys of a GGUF file beside its weights, from a Hugging Face folder: its shape and how it rotates."""
+"""The keys of a GGUF file beside its weights, from a Hugging Face folder: its shape and how it
+rotates."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ from tidemill.types.model_config import LayerSpec, ModelConfig, Rotation
 from tidemill.weights.checkpoint import RandomTensor, WeightTensor
 
 Keys = dict[str, Any]
-_EVERY = {"gemma2": 2, "gemma3": 6, "olmo2": 4}  # layers, the last of which is without a window, as readers assume
+# layers, the last of which is without a window, as readers assume
+_EVERY = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 _UNCOMPARED = ("architecture", "stored", "notes", "kv_bits")
-_FACTORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+_FACTORS, _SHORT, _LONG = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
 
 
 @dataclass(slots=True)
@@ -32,12 +38,18 @@ class Described:
 
 
 def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...]]) -> Described:
-    """`shapes`: of the tensors that will be written. Refuses a model that a reader would take for another one."""
+    """`shapes`: of the tensors that will be written. Refuses a model that a reader would take for
+    another one."""
     if config.architecture not in ARCHITECTURES or config.experts:
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{source}: {config.architecture} cannot be written as GGUF.", fix=f"These can: {known}.")
+        raise CheckpointError(
+            f"{source}: {config.architecture} cannot be written as GGUF.",
+            fix=f"These can: {known}.",
+        )
     arch = ARCHITECTURES[config.architecture]
-    full = next((spec for spec in config.layers if spec.rotation and not spec.window), config.layers[0])
+    full = next(
+        (spec for spec in config.layers if spec.rotation and not spec.window), config.layers[0]
+    )
     keys: Keys = {
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
@@ -71,7 +83,9 @@ def _windows(config: ModelConfig, arch: str) -> Keys:
         return {}
     keys: Keys = {"attention.sliding_window": max(windows)}
     every = _EVERY.get(arch)
-    if every and windows != [0 if (i + 1) % every == 0 else max(windows) for i in range(len(windows))]:
+    if every and windows != [
+        0 if (i + 1) % every == 0 else max(windows) for i in range(len(windows))
+    ]:
         keys["attention.sliding_window_pattern"] = [bool(window) for window in windows]
     return keys
 
@@ -79,7 +93,10 @@ def _windows(config: ModelConfig, arch: str) -> Keys:
 def _own(config: ModelConfig, arch: str, full: LayerSpec) -> Keys:
     """The keys of single families."""
     if arch == "gemma2":
-        return {"attn_logit_softcapping": full.softcap, "final_logit_softcapping": config.logits_softcap}
+        return {
+            "attn_logit_softcapping": full.softcap,
+            "final_logit_softcapping": config.logits_softcap,
+        }
     if arch == "gemma3":
         local = next((spec.rotation for spec in config.layers if spec.window), None)
         return {"rope.freq_base_swa": float(local.theta)} if local else {}
@@ -94,19 +111,28 @@ def _own(config: ModelConfig, arch: str, full: LayerSpec) -> Keys:
 
 
 def _rotation(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> Keys:
-    keys: Keys = {"rope.dimension_count": rotation.num_dims, "rope.freq_base": float(rotation.theta)}
+    keys: Keys = {
+        "rope.dimension_count": rotation.num_dims,
+        "rope.freq_base": float(rotation.theta),
+    }
     scaling = rotation.scaling
     if scaling is None:
         return keys
     if scaling.kind == "llama3":
-        settings = {name: getattr(scaling, name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
+        settings = {
+            name: getattr(scaling, name)
+            for name in ("low_freq_factor", "high_freq_factor", "factor")
+        }
         settings["original_max_position_embeddings"] = scaling.original_context
         tensors[_FACTORS] = llama3_factors(rotation, settings)
         return keys
     if scaling.kind != "linear":
         keys["rope.scaling.original_context_length"] = scaling.original_context
     if scaling.kind == "longrope":
-        tensors |= {_SHORT: torch.tensor(scaling.short_factors), _LONG: torch.tensor(scaling.long_factors)}
+        tensors |= {
+            _SHORT: torch.tensor(scaling.short_factors),
+            _LONG: torch.tensor(scaling.long_factors),
+        }
         return keys | {"rope.scaling.attn_factor": _attention_factor(rotation)}
     return keys | {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
 
@@ -147,7 +173,9 @@ class _Planned:
         return iter(self.planned)
 
 
-def _check(config: ModelConfig, described: Described, source: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check(
+    config: ModelConfig, described: Described, source: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
     tensors: list[WeightTensor] = [RandomTensor(name, shape) for name, shape in shapes.items()]
     tensors += [_Tensor(name, values) for name, values in described.tensors.items()]
     planned = _Planned(source, described.architecture, described.keys, tensors)
@@ -169,12 +197,15 @@ def _difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
         return name, mine, theirs
     layer = next(i for i in range(len(mine)) if mine[i] != theirs[i])
     own, other = mine[layer], theirs[layer]
-    part = next(part.name for part in fields(own) if getattr(own, part.name) != getattr(other, part.name))
+    part = next(
+        part.name for part in fields(own) if getattr(own, part.name) != getattr(other, part.name)
+    )
     return f"{part} of layer {layer}", getattr(own, part), getattr(other, part)
 
 
 def _as_read(spec: LayerSpec) -> LayerSpec:
-    """The spec as it is read back: a value that a file has as a tensor or a number is not computed again."""
+    """The spec as it is read back: a value that a file has as a tensor or a number is not computed
+    again."""
     scaling = spec.rotation.scaling if spec.rotation else None
     if scaling is None or spec.rotation is None:
         return spec

@@ -1,4 +1,5 @@
-"""`tidemill convert --gqa`: fewer KV heads, each the mean of several, and a short training towards the original."""
+"""`tidemill convert --gqa`: fewer KV heads, each the mean of several, and a short training towards
+the original."""
 
 from __future__ import annotations
 
@@ -35,17 +36,25 @@ class ConvertOptions:
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on."""
         own = {"kv_heads": self.num_kv_heads, "model": self.model, "out_dtype": self.out_dtype}
-        return own | asdict(self.learning) | (self.calibration.settings() if self.learning.steps else {})
+        return (
+            own
+            | asdict(self.learning)
+            | (self.calibration.settings() if self.learning.steps else {})
+        )
 
 
 def pool_heads(tensor: torch.Tensor, num_before: int, num_after: int) -> torch.Tensor:
     """Rows of `num_before` heads to the means of neighbouring ones."""
-    heads = tensor.view(num_after, num_before // num_after, tensor.shape[0] // num_before, *tensor.shape[1:])
+    heads = tensor.view(
+        num_after, num_before // num_after, tensor.shape[0] // num_before, *tensor.shape[1:]
+    )
     return heads.mean(1).flatten(0, 1)
 
 
 def convert(
-    options: ConvertOptions, report: Reporter | None = None, is_stopped: Callable[[], bool] = lambda: False
+    options: ConvertOptions,
+    report: Reporter | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Writes the folder. What was done, in numbers."""
     compute_device(options.device)
@@ -65,7 +74,16 @@ def convert(
     if options.learning.steps:
         with work.begins():
             ids = calibration_tokens(source, decoder, options.calibration, work, report)
-        learn(student, build(source.config, tensors, options.device), layers, ids, options.learning, work, report, is_stopped)
+        learn(
+            student,
+            build(source.config, tensors, options.device),
+            layers,
+            ids,
+            options.learning,
+            work,
+            report,
+            is_stopped,
+        )
     num_bytes = write_student(student, decoder, config, work, dtype)
     return {"kv_heads": options.num_kv_heads, "of": num_before, "bytes": num_bytes}
 
@@ -76,11 +94,18 @@ def _check(options: ConvertOptions, decoder: Decoder) -> int:
     names = [name for name in decoder.tensor_names(0) if name.endswith(_OF_KV_HEADS[:2])]
     if len(names) != 2:
         raise ConfigError(
-            f"A {config.model_type} stores keys and values in no matrices of their own.", fix="Convert another model."
+            f"A {config.model_type} stores keys and values in no matrices of their own.",
+            fix="Convert another model.",
         )
-    norms = [decoder.stored_name(name) for name in decoder.tensor_names(0) if name.endswith("k_norm.weight")]
+    norms = [
+        decoder.stored_name(name)
+        for name in decoder.tensor_names(0)
+        if name.endswith("k_norm.weight")
+    ]
     if any(decoder.source.shapes[name][0] != config.head_dim for name in norms):
-        raise ConfigError("The norms of this model go over all KV heads, so that they cannot be pooled.")
+        raise ConfigError(
+            "The norms of this model go over all KV heads, so that they cannot be pooled."
+        )
     before = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     if not 1 <= options.num_kv_heads < before or before % options.num_kv_heads:
         some = [num for num in range(1, before) if before % num == 0]

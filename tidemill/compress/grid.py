@@ -1,4 +1,5 @@
-"""Integer grids: scales and zero points of tensors, rows or groups, and rounding to them; activations in 8 bits."""
+"""Integer grids: scales and zero points of tensors, rows or groups, and rounding to them;
+activations in 8 bits."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ _TINY = 2.0**-24  # the least float16
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The way a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per channel), -1: the whole matrix.
-    `offsets`: values begin anywhere, not at a multiple of the scale (GGUF's types). `steps`: scales and offsets are at most so
-    many times a number of 256 columns (its K types)."""
+    """The way a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per
+    channel), -1: the whole matrix. `offsets`: values begin anywhere, not at a multiple of the scale
+    (GGUF's types). `steps`: scales and offsets are at most so many times a number of 256 columns
+    (its K types)."""
 
     bits: int = 4
     group: int = 128
@@ -46,8 +48,11 @@ def grouped(matrix_NK: torch.Tensor, width: int) -> torch.Tensor:
     return matrix_NK.reshape(num_out, -1, width)
 
 
-def fit(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales [N, groups] and, unless it is symmetric, zero points. `shrink_NG`: of the range that is covered."""
+def fit(
+    matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales [N, groups] and, unless it is symmetric, zero points. `shrink_NG`: of the range that
+    is covered."""
     parts = grouped(matrix_NK, grid.width(matrix_NK.shape[1]))
     low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
     if grid.group < 0:
@@ -65,7 +70,8 @@ def fit(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = No
 
 
 def _in_steps(values_NG: torch.Tensor, grid: Grid, lowest: int = 1) -> torch.Tensor:
-    """The scales in steps, as they are stored. The largest of 256 columns takes all steps, so that the unit can be read off."""
+    """The scales in steps, as they are stored. The largest of 256 columns takes all steps, so that
+    the unit can be read off."""
     if not grid.steps:
         return half(values_NG) if lowest else values_NG.clamp(max=65504).to(torch.float16).float()
     parts = values_NG.view(values_NG.shape[0], -1, SUPER // grid.group)
@@ -81,7 +87,9 @@ def half(scales: torch.Tensor) -> torch.Tensor:
     return scales.clamp(_TINY, 65504).to(torch.float16).float()
 
 
-def round_to(matrix: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+def round_to(
+    matrix: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, grid: Grid
+) -> torch.Tensor:
     """Codes; all of one shape."""
     if zeros is None:
         shifted = torch.round(matrix / scales)
@@ -92,7 +100,9 @@ def round_to(matrix: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | N
     return shifted.clamp(grid.lowest, grid.highest)
 
 
-def quantize(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None) -> IntWeight:
+def quantize(
+    matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None
+) -> IntWeight:
     """Round to nearest."""
     width = grid.width(matrix_NK.shape[1])
     scales, zeros = fit(matrix_NK, grid, shrink_NG)
@@ -102,12 +112,16 @@ def quantize(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None
     return as_stored(codes, scales, zeros, width, grid)
 
 
-def as_stored(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, width: int, grid: Grid) -> IntWeight:
+def as_stored(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, width: int, grid: Grid
+) -> IntWeight:
     of_groups = zeros if zeros is None or grid.offsets else zeros.short()
     return IntWeight(grid.bits, codes.short(), scales, width, of_groups, steps=grid.steps or None)
 
 
-def rounded(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None) -> torch.Tensor:
+def rounded(
+    matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None
+) -> torch.Tensor:
     """The values that `quantize` gives, without codes in between."""
     num_out, num_in = matrix_NK.shape
     scales, zeros = fit(matrix_NK, grid, shrink_NG)
@@ -134,7 +148,8 @@ def act_scales(x: torch.Tensor, per_token: bool) -> torch.Tensor:
 def fake_activations(
     x: torch.Tensor, per_token: bool, scale: float | None = None, threshold: float | None = None
 ) -> torch.Tensor:
-    """Through 8 bits and back. `scale`: static. `threshold`: values at least so large are left out and stay (LLM.int8())."""
+    """Through 8 bits and back. `scale`: static. `threshold`: values at least so large are left out
+    and stay (LLM.int8())."""
     if threshold is not None:
         large = x.abs() >= threshold
         rest = x.masked_fill(large, 0.0)
@@ -146,5 +161,7 @@ def fake_activations(
 def fake_fp8(x: torch.Tensor, per_token: bool, scale: float | None = None) -> torch.Tensor:
     """Through E4M3 and back."""
     largest = x.abs().amax(-1, keepdim=True) if per_token else x.abs().amax()
-    scales = (largest / 448).clamp(min=1e-10) if scale is None else torch.tensor(scale, device=x.device)
+    scales = (
+        (largest / 448).clamp(min=1e-10) if scale is None else torch.tensor(scale, device=x.device)
+    )
     return (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales

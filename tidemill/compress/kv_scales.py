@@ -1,4 +1,5 @@
-"""Scales of 8-bit keys and values, one of each layer's, as vLLM reads them: `self_attn.k_scale` and `v_scale`."""
+"""Scales of 8-bit keys and values, one of each layer's, as vLLM reads them: `self_attn.k_scale` and
+`v_scale`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ class _Seen:
     def __init__(self) -> None:
         self.keys = self.values = 0.0
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys = max(self.keys, float(keys.abs().max()))
         self.values = max(self.values, float(values.abs().max()))
         return keys, values
@@ -27,11 +30,16 @@ class _Seen:
 
 @torch.no_grad()
 def kv_scales(job: LayerJob) -> dict[str, torch.Tensor]:
-    """The KV scales of the layer as it is now, on the calibration text: keys as they are rotated. By stored name."""
+    """The KV scales of the layer as it is now, on the calibration text: keys as they are rotated.
+    By stored name."""
     seen = _Seen()
     attention = next((child for child in job.layer.children() if hasattr(child, "layer_idx")), None)
     if attention is None:
-        raise ConfigError("Keys and values of this model cannot be observed.", fix="Leave --kv-scales out.", param="kv-scales")
+        raise ConfigError(
+            "Keys and values of this model cannot be observed.",
+            fix="Leave --kv-scales out.",
+            param="kv-scales",
+        )
     hook = attention.register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {"past_key_values": seen}), with_kwargs=True
     )
@@ -43,6 +51,13 @@ def kv_scales(job: LayerJob) -> dict[str, torch.Tensor]:
     found = {"k_scale": seen.keys / _LARGEST, "v_scale": seen.values / _LARGEST}
     if not all(0 < scale < float("inf") for scale in found.values()):
         why = "are all 0, or not finite" if seen.keys or seen.values else "were not seen"
-        raise CalibrationError(f"Keys and values of layer {job.number} {why}.", fix="Leave --kv-scales out.", param="kv-scales")
+        raise CalibrationError(
+            f"Keys and values of layer {job.number} {why}.",
+            fix="Leave --kv-scales out.",
+            param="kv-scales",
+        )
     full = job.decoder.name_of(attention)
-    return {f"{full}.{part}": torch.tensor([scale], dtype=torch.float32) for part, scale in found.items()}
+    return {
+        f"{full}.{part}": torch.tensor([scale], dtype=torch.float32)
+        for part, scale in found.items()
+    }

@@ -1,4 +1,5 @@
-"""Mixed precision: how much the model suffers from each matrix in few bits, and the bits of each that fit a budget of bytes."""
+"""Mixed precision: how much the model suffers from each matrix in few bits, and the bits of each
+that fit a budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _KL_TOKENS = 1024  # each layer and choice of bits goes through all layers after
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`bits`: of a weight on average, scales included. `how`: what a loss of precision is measured by: the KL divergence of the
-    model's outputs, a layer at a time; or the second-order error of a matrix's outputs, relative to them."""
+    """`bits`: of a weight on average, scales included. `how`: what a loss of precision is measured
+    by: the KL divergence of the model's outputs, a layer at a time; or the second-order error of a
+    matrix's outputs, relative to them."""
 
     bits: float
     choices: tuple[int, ...] = (3, 4, 8)
@@ -33,16 +35,30 @@ class Budget:
     def check(self, method: Method) -> None:
         """Before the work begins."""
         if "bits" not in method.defaults:
-            raise ConfigError(f"{method.name} has bits of its own.", fix="Leave out --budget.", param="budget")
+            raise ConfigError(
+                f"{method.name} has bits of its own.", fix="Leave out --budget.", param="budget"
+            )
         if "gobo" in method.formats:
-            raise ConfigError("gobo has the same bits for all matrices.", fix="Leave out --budget.", param="budget")
+            raise ConfigError(
+                "gobo has the same bits for all matrices.",
+                fix="Leave out --budget.",
+                param="budget",
+            )
         if not 0 < self.bits <= 32:
-            raise ConfigError(f"--budget is {self.bits}.", fix="Give bits a weight, like 4.5.", param="budget")
+            raise ConfigError(
+                f"--budget is {self.bits}.", fix="Give bits a weight, like 4.5.", param="budget"
+            )
         if self.how not in (KL, SECOND_ORDER):
-            raise ConfigError(f"--sensitivity is {self.how}.", fix=f"It must be {KL} or {SECOND_ORDER}.", param="sensitivity")
+            raise ConfigError(
+                f"--sensitivity is {self.how}.",
+                fix=f"It must be {KL} or {SECOND_ORDER}.",
+                param="sensitivity",
+            )
         if len(set(self.choices)) < 2 or not all(2 <= bits <= 8 for bits in self.choices):
             fix = "Give at least two from 2 to 8, like 3,4,8."
-            raise ConfigError(f"--choices is {','.join(map(str, self.choices))}.", fix=fix, param="choices")
+            raise ConfigError(
+                f"--choices is {','.join(map(str, self.choices))}.", fix=fix, param="choices"
+            )
 
     def settings(self) -> dict[str, Any]:
         return {"bits": self.bits, "choices": list(self.choices), "how": self.how}
@@ -58,7 +74,12 @@ class Option:
 
 
 def choose_bits(
-    decoder: Decoder, method: Method, ids: torch.Tensor, budget: Budget, work: Work, report: Reporter
+    decoder: Decoder,
+    method: Method,
+    ids: torch.Tensor,
+    budget: Budget,
+    work: Work,
+    report: Reporter,
 ) -> dict[str, int]:
     """By matrix."""
     grid = method.grid("")
@@ -66,10 +87,15 @@ def choose_bits(
     saved = work.saved(_SAVED)
     if saved is None:
         measured = (
-            _by_kl(decoder, grid, ids, budget, report) if budget.how == KL else _by_error(decoder, grid, ids, budget, report)
+            _by_kl(decoder, grid, ids, budget, report)
+            if budget.how == KL
+            else _by_error(decoder, grid, ids, budget, report)
         )
         num_values = sum(torch.Size(decoder.shape_of(f"{name}.weight")).numel() for name in names)
-        chosen = allocate({key: options for key, (_, options) in measured.items()}, int(budget.bits * num_values / 8))
+        chosen = allocate(
+            {key: options for key, (_, options) in measured.items()},
+            int(budget.bits * num_values / 8),
+        )
         by_name = {name: chosen[key] for key, (members, _) in measured.items() for name in members}
         saved = {"bits": torch.tensor([by_name[name] for name in names])}
         work.save(_SAVED, saved)
@@ -89,7 +115,11 @@ def allocate(options: dict[str, list[Option]], max_bytes: int) -> dict[str, int]
         )
     while True:
         raises = [
-            ((chosen[key].loss - option.loss) / (option.num_bytes - chosen[key].num_bytes), key, option)
+            (
+                (chosen[key].loss - option.loss) / (option.num_bytes - chosen[key].num_bytes),
+                key,
+                option,
+            )
             for key, own in options.items()
             for option in own
             if option.num_bytes > chosen[key].num_bytes
@@ -103,12 +133,16 @@ def allocate(options: dict[str, list[Option]], max_bytes: int) -> dict[str, int]
         chosen[key] = option
 
 
-Measured = dict[str, tuple[list[str], list[Option]]]  # matrices that get the same bits, and what they may be
+# matrices that get the same bits, and what they may be
+Measured = dict[str, tuple[list[str], list[Option]]]
 
 
 @torch.no_grad()
-def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter) -> Measured:
-    """tr(E H Eᵀ) / tr(W H Wᵀ) of each matrix, H the second moments of its inputs; the original's states go on."""
+def _by_error(
+    decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter
+) -> Measured:
+    """tr(E H Eᵀ) / tr(W H Wᵀ) of each matrix, H the second moments of its inputs; the original's
+    states go on."""
     states = torch.cat([decoder.embed(ids[i : i + 1]).cpu() for i in range(ids.shape[0])])
     measured: Measured = {}
     report.stage("Sensitivity", decoder.num_layers)
@@ -122,7 +156,9 @@ def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, r
                 options = []
                 for bits in budget.choices:
                     rounded = quantize(matrix, replace(grid, bits=bits))
-                    loss = float(output_error(rounded.dequantize() - matrix, found[name])) / max(whole, 1e-30)
+                    loss = float(output_error(rounded.dequantize() - matrix, found[name])) / max(
+                        whole, 1e-30
+                    )
                     options.append(Option(bits, rounded.num_bytes, loss * matrix.numel()))
                 measured[name] = [name], options
             job.outputs(states)
@@ -131,8 +167,11 @@ def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, r
 
 
 @torch.no_grad()
-def _by_kl(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter) -> Measured:
-    """The KL divergence of the model's outputs when one layer has so few bits. All variants walk through the layers together."""
+def _by_kl(
+    decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter
+) -> Measured:
+    """The KL divergence of the model's outputs when one layer has so few bits. All variants walk
+    through the layers together."""
     ids = ids[: max(1, _KL_TOKENS // ids.shape[1])]
     truth = torch.cat([decoder.embed(ids[i : i + 1]).cpu() for i in range(ids.shape[0])])
     variants: dict[tuple[int, int], torch.Tensor] = {}

@@ -30,12 +30,15 @@ class MeasureOptions:
 
 
 def measure_neurons(options: MeasureOptions, report: Reporter | None = None) -> list[torch.Tensor]:
-    """Writes the folder. Of each layer, for which part of the text's tokens each neuron is not zero."""
+    """Writes the folder. Of each layer, for which part of the text's tokens each neuron is not
+    zero."""
     options.calibration.check()
     report = report or Quiet()
     source = Source.open(options.model)
     decoder = Decoder(source, options.device)
-    work = Work(options.out, {"model": options.model, "what": "neurons"} | options.calibration.settings())
+    work = Work(
+        options.out, {"model": options.model, "what": "neurons"} | options.calibration.settings()
+    )
     with work.begins():
         ids = calibration_tokens(source, decoder, options.calibration, work, report)
 
@@ -53,6 +56,9 @@ def measure_neurons(options: MeasureOptions, report: Reporter | None = None) -> 
         walk(decoder, work, measure, ids, seed=options.calibration.seed, report=report)
     frequencies = [work.tensors(number)["frequency"] for number in range(decoder.num_layers)]
     work.result.mkdir(exist_ok=True)
-    save_file({tensor_name(number): often for number, often in enumerate(frequencies)}, work.result / TENSORS)
+    save_file(
+        {tensor_name(number): often for number, often in enumerate(frequencies)},
+        work.result / TENSORS,
+    )
     work.publish()
     return frequencies

@@ -1,7 +1,9 @@
-"""`tidemill train-predictors`: of each layer, small predictors of which neurons and heads a token needs (contextual sparsity).
+"""`tidemill train-predictors`: of each layer, small predictors of which neurons and heads a token
+needs (contextual sparsity).
 
-A predictor is of low rank and learns from what the layer does with text: for each token, which units together make up most of
-what the layer adds. Served, units whose score is not above 0 are not computed."""
+A predictor is of low rank and learns from what the layer does with text: for each token, which
+units together make up most of what the layer adds. Served, units whose score is not above 0 are not
+computed."""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _DAMPING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorOptions:
-    """`keep`: of the square of what a layer's units add to the hidden state, the part that stays on average. `rank`: 0: a
-    sixteenth of the hidden size, at least 8."""
+    """`keep`: of the square of what a layer's units add to the hidden state, the part that stays on
+    average. `rank`: 0: a sixteenth of the hidden size, at least 8."""
 
     model: str
     out: Path
@@ -48,32 +50,47 @@ class PredictorOptions:
 
     def check(self) -> None:
         if self.units not in UNITS:
-            raise ConfigError(f"--units {self.units} is not known.", fix=f"Give one of {', '.join(UNITS)}.", param="units")
+            raise ConfigError(
+                f"--units {self.units} is not known.",
+                fix=f"Give one of {', '.join(UNITS)}.",
+                param="units",
+            )
         if not 0 < self.keep < 1:
-            raise ConfigError(f"--keep is {self.keep}.", fix="It must be between 0 and 1.", param="keep")
+            raise ConfigError(
+                f"--keep is {self.keep}.", fix="It must be between 0 and 1.", param="keep"
+            )
         if not 0 <= self.rank <= 2**14:
-            raise ConfigError(f"--rank is {self.rank}.", fix="It must be 1 to 16384, or 0.", param="rank")
+            raise ConfigError(
+                f"--rank is {self.rank}.", fix="It must be 1 to 16384, or 0.", param="rank"
+            )
         if not 1 <= self.steps <= 10**6:
-            raise ConfigError(f"--steps is {self.steps}.", fix="It must be 1 to 1000000.", param="steps")
+            raise ConfigError(
+                f"--steps is {self.steps}.", fix="It must be 1 to 1000000.", param="steps"
+            )
         self.calibration.check()
 
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on."""
-        own = {name: value for name, value in asdict(self).items() if name not in ("out", "calibration", "device")}
+        own = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("out", "calibration", "device")
+        }
         return own | self.calibration.settings() | {"what": "predictors"}
 
 
 @dataclass(slots=True)
 class Observed:
-    """The observations of some tokens: what went into a layer's block, and the squared length of what each unit added to the
-    hidden state."""
+    """The observations of some tokens: what went into a layer's block, and the squared length of
+    what each unit added to the hidden state."""
 
     x_TH: torch.Tensor
     added_TU: torch.Tensor
 
 
 def train_predictors(options: PredictorOptions, report: Reporter | None = None) -> dict[str, Any]:
-    """Writes the folder. By kind, the share of units that is computed and what they keep, layer by layer."""
+    """Writes the folder. By kind, the share of units that is computed and what they keep, layer by
+    layer."""
     options.check()
     report = report or Quiet()
     source = Source.open(options.model)
@@ -84,7 +101,9 @@ def train_predictors(options: PredictorOptions, report: Reporter | None = None) 
         ids = calibration_tokens(source, decoder, options.calibration, work, report)
     num_tokens = ids.numel()
     if num_tokens < 64:
-        raise CalibrationError(f"{num_tokens} tokens are too few to learn from.", fix="Give more with --samples.")
+        raise CalibrationError(
+            f"{num_tokens} tokens are too few to learn from.", fix="Give more with --samples."
+        )
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         kept: dict[str, torch.Tensor] = {}
@@ -103,7 +122,9 @@ def train_predictors(options: PredictorOptions, report: Reporter | None = None) 
     return _write(options, decoder, work, kinds)
 
 
-def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple[str, ...]) -> dict[str, Any]:
+def _write(
+    options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple[str, ...]
+) -> dict[str, Any]:
     work.result.mkdir(exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     figures_by_kind: dict[str, Any] = {kind: {name: [] for name in _FIGURES} for kind in kinds}
@@ -116,7 +137,12 @@ def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple
             for figure, value in zip(_FIGURES, tensor.tolist(), strict=True):
                 figures_by_kind[kind][figure].append(round(value, 6))
     save_file(tensors, work.result / TENSORS)
-    about = {"version": VERSION, "keep": options.keep, "num_layers": decoder.num_layers, **figures_by_kind}
+    about = {
+        "version": VERSION,
+        "keep": options.keep,
+        "num_layers": decoder.num_layers,
+        **figures_by_kind,
+    }
     (work.result / SETTINGS).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
     work.publish()
     return figures_by_kind
@@ -126,7 +152,8 @@ def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple
 
 
 def _neurons(job: LayerJob) -> Observed:
-    """The observed neurons of a gated feed-forward: a neuron adds its value times its column of down."""
+    """The observed neurons of a gated feed-forward: a neuron adds its value times its column of
+    down."""
     gate, _, down = find_linears(job, ("gate_proj", "up_proj", "down_proj"), "a gated feed-forward")
     seen = observe(job, (gate, down))
     lengths = matrix_of(job.linears[down]).square().sum(0)
@@ -134,12 +161,16 @@ def _neurons(job: LayerJob) -> Observed:
 
 
 def _heads(job: LayerJob) -> Observed:
-    """A KV head with its query heads, which read the same keys and values, adds what the matrix behind makes of them."""
+    """A KV head with its query heads, which read the same keys and values, adds what the matrix
+    behind makes of them."""
     query, out = find_linears(job, ("q_proj", "o_proj"), "separate matrices of attention")
     config = job.decoder.model.config
     num = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     seen = observe(job, (query, out))
-    outputs, weights = seen[out].unflatten(1, (num, -1)), matrix_of(job.linears[out]).unflatten(1, (num, -1))
+    outputs, weights = (
+        seen[out].unflatten(1, (num, -1)),
+        matrix_of(job.linears[out]).unflatten(1, (num, -1)),
+    )
     added = [outputs[:, head] @ weights[:, head].t() for head in range(num)]
     return Observed(seen[query], torch.stack([part.square().sum(1) for part in added], 1))
 
@@ -148,7 +179,10 @@ def find_linears(job: LayerJob, endings: tuple[str, ...], what: str) -> list[str
     """The names of the layer's matrices that end so."""
     found = {name.rpartition(".")[2]: name for name in job.linears}
     if missing := [ending for ending in endings if ending not in found]:
-        raise ConfigError(f"Layer {job.number} has no {missing[0]}, a part of {what}.", fix="Use a Llama-like model.")
+        raise ConfigError(
+            f"Layer {job.number} has no {missing[0]}, a part of {what}.",
+            fix="Use a Llama-like model.",
+        )
     return [found[ending] for ending in endings]
 
 
@@ -164,7 +198,10 @@ def observe(job: LayerJob, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     observed = {name: torch.cat(parts) for name, parts in found.items()}
     for name, values in observed.items():
         if not bool(values.isfinite().all()):
-            raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")
+            raise CalibrationError(
+                f"Inputs of {name} are not finite.",
+                fix="Is the checkpoint whole? Try tidemill generate.",
+            )
     return observed
 
 
@@ -172,11 +209,14 @@ def observe(job: LayerJob, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
 
 
 def train(observed: Observed, options: PredictorOptions) -> tuple[Predictor, torch.Tensor]:
-    """The predictor, and on tokens that it did not learn from: the share of units that it chooses, and what they keep."""
+    """The predictor, and on tokens that it did not learn from: the share of units that it chooses,
+    and what they keep."""
     x, added = observed.x_TH, observed.added_TU
     num_learned = x.shape[0] - max(1, int(x.shape[0] * _HELD_OUT))
     wanted = _needed(added, options.keep)
-    model = _Learned(x[:num_learned], wanted[:num_learned], options.rank or max(8, x.shape[1] // 16))
+    model = _Learned(
+        x[:num_learned], wanted[:num_learned], options.rank or max(8, x.shape[1] // 16)
+    )
     optimizer = torch.optim.Adam(model.parameters(), _RATE)
     order = torch.Generator().manual_seed(options.calibration.seed)
     weights = _weights(added)
@@ -185,25 +225,32 @@ def train(observed: Observed, options: PredictorOptions) -> tuple[Predictor, tor
             for group in optimizer.param_groups:
                 group["lr"] = _RATE * (1 - 0.9 * step / options.steps)
             rows = torch.randint(num_learned, (_BATCH,), generator=order).to(x.device)
-            loss = F.binary_cross_entropy_with_logits(model(x[rows]), wanted[rows].float(), weights[rows])
+            loss = F.binary_cross_entropy_with_logits(
+                model(x[rows]), wanted[rows].float(), weights[rows]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     predictor = model.predictor()
     scores = predictor.scores(x[num_learned:])
     threshold, share, kept = _threshold(scores, added[num_learned:], options.keep)
-    return Predictor(predictor.a_RH, predictor.b_UR, predictor.bias_U - threshold), torch.tensor([share, kept])
+    return Predictor(predictor.a_RH, predictor.b_UR, predictor.bias_U - threshold), torch.tensor(
+        [share, kept]
+    )
 
 
 class _Learned(torch.nn.Module):
-    """Inputs are scaled to a like size while it learns. It begins with the least squares of this rank."""
+    """Inputs are scaled to a like size while it learns. It begins with the least squares of this
+    rank."""
 
     def __init__(self, x_TH: torch.Tensor, wanted_TU: torch.Tensor, rank: int) -> None:
         super().__init__()
         rank = min(rank, *wanted_TU.shape[1:], *x_TH.shape[1:])
         self.register_buffer("scale_H", 1 / x_TH.square().mean(0).sqrt().clamp(min=1e-6))
         often = wanted_TU.float().mean(0).clamp(0.01, 0.99)
-        a, b = _least_squares(x_TH * self.scale_H, wanted_TU.float() - wanted_TU.float().mean(0), rank)
+        a, b = _least_squares(
+            x_TH * self.scale_H, wanted_TU.float() - wanted_TU.float().mean(0), rank
+        )
         self.a_RH, self.b_UR = torch.nn.Parameter(a), torch.nn.Parameter(_SLOPE * b)
         self.bias_U = torch.nn.Parameter(torch.logit(often))
         self.scale_H: torch.Tensor
@@ -216,10 +263,14 @@ class _Learned(torch.nn.Module):
         return Predictor(self.a_RH * self.scale_H, self.b_UR.clone(), self.bias_U.clone())
 
 
-def _least_squares(x_TH: torch.Tensor, y_TU: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _least_squares(
+    x_TH: torch.Tensor, y_TU: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """a [R, H] and b [U, R], of which b a x is nearest to y (reduced-rank regression)."""
     x, y = x_TH.double(), y_TU.double()
-    moments = x.t() @ x / x.shape[0] + _DAMPING * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    moments = x.t() @ x / x.shape[0] + _DAMPING * torch.eye(
+        x.shape[1], dtype=x.dtype, device=x.device
+    )
     root = torch.linalg.cholesky(moments)
     explained_HU = torch.linalg.solve_triangular(root, x.t() @ y / x.shape[0], upper=False)
     _, directions = torch.linalg.eigh(explained_HU @ explained_HU.t())
@@ -237,14 +288,17 @@ def _needed(added_TU: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 def _weights(added_TU: torch.Tensor) -> torch.Tensor:
-    """The weight of each unit's choice: the part that it adds, relative to the token's mean; at least a little, so that zeros are
-    learned."""
+    """The weight of each unit's choice: the part that it adds, relative to the token's mean; at
+    least a little, so that zeros are learned."""
     part = added_TU / added_TU.mean(1, keepdim=True).clamp(min=1e-30)
     return part.sqrt().clamp(0.3, 4.0)
 
 
-def _threshold(scores_TU: torch.Tensor, added_TU: torch.Tensor, keep: float) -> tuple[float, float, float]:
-    """The highest one at which units above it keep that part of all sums; the share of units, and what they keep."""
+def _threshold(
+    scores_TU: torch.Tensor, added_TU: torch.Tensor, keep: float
+) -> tuple[float, float, float]:
+    """The highest one at which units above it keep that part of all sums; the share of units, and
+    what they keep."""
     total = added_TU.sum(1, keepdim=True).clamp(min=1e-30)
     parts, scores = (added_TU / total).flatten(), scores_TU.flatten()
     ordered, order = scores.sort(descending=True)
@@ -254,4 +308,8 @@ def _threshold(scores_TU: torch.Tensor, added_TU: torch.Tensor, keep: float) -> 
     below = float(ordered[num]) if num < len(scores) else lowest - 1.0
     threshold = (lowest + below) / 2 if below < lowest else lowest - abs(lowest) * 1e-6 - 1e-12
     chosen = scores > threshold
-    return threshold, float(chosen.float().mean()), float(parts[chosen].double().sum() / max(float(sums[-1]), 1e-30))
+    return (
+        threshold,
+        float(chosen.float().mean()),
+        float(parts[chosen].double().sum() / max(float(sums[-1]), 1e-30)),
+    )

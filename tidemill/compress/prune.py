@@ -1,4 +1,5 @@
-"""`tidemill prune`: weights, neurons, heads or layers of a model go; what is left is a Hugging Face folder that serves."""
+"""`tidemill prune`: weights, neurons, heads or layers of a model go; what is left is a Hugging Face
+folder that serves."""
 
 from __future__ import annotations
 
@@ -61,22 +62,42 @@ class PruneOptions:
             ("structure", self.structure, STRUCTURES),
         ):
             if value not in known:
-                raise ConfigError(f"--{name} {value} is not known.", fix=f"Give one of {', '.join(known)}.", param=name)
+                raise ConfigError(
+                    f"--{name} {value} is not known.",
+                    fix=f"Give one of {', '.join(known)}.",
+                    param=name,
+                )
         pattern = Pattern.read(self.pattern)
         if pattern != Pattern() and self.structure != "weights":
-            raise ConfigError(f"--pattern {self.pattern} is of weights, not of {self.structure}.", param="pattern")
+            raise ConfigError(
+                f"--pattern {self.pattern} is of weights, not of {self.structure}.", param="pattern"
+            )
         if self.is_low_rank and (self.structure != "weights" or pattern != Pattern()):
-            raise ConfigError(f"--method {self.method} has no --structure and no --pattern.", param="method")
+            raise ConfigError(
+                f"--method {self.method} has no --structure and no --pattern.", param="method"
+            )
         if self.merged and not self.is_low_rank:
             raise ConfigError("--merged is of svd and asvd.", param="merged")
         if self.bits not in (0, 4, 8):
             raise ConfigError(f"--bits is {self.bits}.", fix="It must be 8, 4 or 0.", param="bits")
         if self.bits and (self.method != "sparsegpt" or self.structure != "weights"):
-            raise ConfigError("--bits is of sparsegpt's weights.", fix="Use tidemill quantize on what is left.", param="bits")
+            raise ConfigError(
+                "--bits is of sparsegpt's weights.",
+                fix="Use tidemill quantize on what is left.",
+                param="bits",
+            )
         if not 0 < self.sparsity < 1:
-            raise ConfigError(f"--sparsity is {self.sparsity}.", fix="It must be between 0 and 1.", param="sparsity")
+            raise ConfigError(
+                f"--sparsity is {self.sparsity}.",
+                fix="It must be between 0 and 1.",
+                param="sparsity",
+            )
         if not 0 < self.damping <= 10:
-            raise ConfigError(f"--damping is {self.damping}.", fix="It must be above 0 and at most 10.", param="damping")
+            raise ConfigError(
+                f"--damping is {self.damping}.",
+                fix="It must be above 0 and at most 10.",
+                param="damping",
+            )
         self.calibration.check()
 
     @property
@@ -89,7 +110,11 @@ class PruneOptions:
 
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on."""
-        own = {name: value for name, value in asdict(self).items() if name not in ("out", "calibration", "device")}
+        own = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("out", "calibration", "device")
+        }
         return own | (self.calibration.settings() if self.needs_text else {})
 
 
@@ -103,9 +128,17 @@ def prune(options: PruneOptions, report: Reporter | None = None) -> dict[str, An
     change = _change(options, decoder)
     work = Work(options.out, options.settings())
     with work.begins():
-        ids = calibration_tokens(source, decoder, options.calibration, work, report) if options.needs_text else None
+        ids = (
+            calibration_tokens(source, decoder, options.calibration, work, report)
+            if options.needs_text
+            else None
+        )
     walk(decoder, work, change, ids, seed=options.calibration.seed, report=report)
-    result = _low_rank(options, decoder, work) if options.is_low_rank else _result(options, decoder, work)
+    result = (
+        _low_rank(options, decoder, work)
+        if options.is_low_rank
+        else _result(options, decoder, work)
+    )
     counts = _write(decoder, work, result, output_dtype(source, options.out_dtype))
     work.publish()
     return counts
@@ -117,7 +150,8 @@ class _Result:
 
     layers: list[int]
     config: dict[str, Any]
-    tensors: Callable[[int], dict[str, torch.Tensor]]  # of a layer: those that differ from the source's
+    # of a layer: those that differ from the source's
+    tensors: Callable[[int], dict[str, torch.Tensor]]
     gone: frozenset[str] = frozenset()  # stored tensors that others take the place of
 
 
@@ -130,7 +164,9 @@ def _write(decoder: Decoder, work: Work, result: _Result, dtype: str) -> dict[st
         old, new = (decoder.name_of(decoder.layers[i]) for i in (number, place))
         stored, changed = from_state(result.tensors(number))
         gone = {*changed, *result.gone, *(f"{name}.weight" for name in stored)}
-        tensors = changed | decoder.read([name for name in decoder.tensor_names(number) if name not in gone])
+        tensors = changed | decoder.read(
+            [name for name in decoder.tensor_names(number) if name not in gone]
+        )
         for name, tensor in sorted(tensors.items()):
             writer.add(new + name.removeprefix(old), tensor)
         for name, weight in stored.items():
@@ -143,12 +179,24 @@ def _write(decoder: Decoder, work: Work, result: _Result, dtype: str) -> dict[st
         num_zero += sum(int((matrix == 0).sum()) for matrix in matrices)
         num_values += sum(matrix.numel() for matrix in matrices)
         is_quantized = bool(stored)
-    writer.close(decoder.source, result.config | ({"quantization_config": layout.config()} if is_quantized else {}))
-    return {"layers": len(result.layers), "zeros": num_zero, "values": num_values, "bytes": writer.total_bytes}
+    writer.close(
+        decoder.source,
+        result.config | ({"quantization_config": layout.config()} if is_quantized else {}),
+    )
+    return {
+        "layers": len(result.layers),
+        "zeros": num_zero,
+        "values": num_values,
+        "bytes": writer.total_bytes,
+    }
 
 
 def _change(options: PruneOptions, decoder: Decoder) -> Change:
-    return factorize(options.method, options.damping) if options.is_low_rank else _CHANGES[options.structure](options, decoder)
+    return (
+        factorize(options.method, options.damping)
+        if options.is_low_rank
+        else _CHANGES[options.structure](options, decoder)
+    )
 
 
 def _low_rank(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
@@ -183,11 +231,15 @@ def _low_rank(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
     return _Result(layers, decoder.source.config | low_rank_config(ranks), tensors, gone)
 
 
-def calibration_tokens(source: Source, decoder: Decoder, calibration: Calibration, work: Work, report: Reporter) -> torch.Tensor:
+def calibration_tokens(
+    source: Source, decoder: Decoder, calibration: Calibration, work: Work, report: Reporter
+) -> torch.Tensor:
     """The text's tokens, kept so that a run that goes on has the same."""
     kept = work.saved("text")
     if kept is None:
-        ids = calibration_ids(source.path, decoder.model.config.vocab_size, calibration, work.folder, report)
+        ids = calibration_ids(
+            source.path, decoder.model.config.vocab_size, calibration, work.folder, report
+        )
         kept = {"ids": ids}
         work.save("text", kept)
     return kept["ids"]
@@ -215,7 +267,9 @@ def _weights(options: PruneOptions, decoder: Decoder) -> Change:
                 if id(moments) not in inverses:
                     inverses[id(moments)] = inverse_factor(moments, options.damping)
                 if options.bits:
-                    stored = sparse_integers(weight, inverses[id(moments)], pattern, options.sparsity, options.bits)
+                    stored = sparse_integers(
+                        weight, inverses[id(moments)], pattern, options.sparsity, options.bits
+                    )
                     set_matrix(module, stored.dequantize())
                     kept |= stored.to_state(name)
                     continue
@@ -234,7 +288,11 @@ def _find(job: LayerJob, wanted: tuple[str, ...], structure: str) -> list[tuple[
     """The layer's matrices that end in these names."""
     found = []
     for suffix in wanted:
-        some = [(name, module) for name, module in job.linears.items() if name.rpartition(".")[2] == suffix]
+        some = [
+            (name, module)
+            for name, module in job.linears.items()
+            if name.rpartition(".")[2] == suffix
+        ]
         if len(some) != 1 or not isinstance(some[0][1], nn.Linear):
             raise ConfigError(
                 f"Layer {job.number} has {len(some)} matrices {suffix}; --structure {structure} needs one.",
@@ -245,14 +303,18 @@ def _find(job: LayerJob, wanted: tuple[str, ...], structure: str) -> list[tuple[
     return found
 
 
-def _cut_rows(name: str, module: nn.Linear, rows: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+def _cut_rows(
+    name: str, module: nn.Linear, rows: torch.Tensor, kept: dict[str, torch.Tensor]
+) -> None:
     _replace(name, module, module.weight.detach()[rows], kept)
     if module.bias is not None:
         module.bias = nn.Parameter(module.bias.detach()[rows], requires_grad=False)
         kept[f"{name}.bias"] = module.bias
 
 
-def _replace(name: str, module: nn.Linear, matrix: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+def _replace(
+    name: str, module: nn.Linear, matrix: torch.Tensor, kept: dict[str, torch.Tensor]
+) -> None:
     module.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
     module.out_features, module.in_features = matrix.shape
     kept[f"{name}.weight"] = module.weight
@@ -272,7 +334,9 @@ def _scores(weight_NK: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
     return lengths if inputs is None else lengths * inputs.squares_K
 
 
-def _keep_inputs(options: PruneOptions, module: nn.Linear, kept_K: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
+def _keep_inputs(
+    options: PruneOptions, module: nn.Linear, kept_K: torch.Tensor, inputs: Inputs | None
+) -> torch.Tensor:
     if inputs is not None and inputs.moments_KK is not None:
         return fit_columns(matrix_of(module), inputs.moments_KK, kept_K, options.damping)
     return matrix_of(module)[:, kept_K]
@@ -299,16 +363,25 @@ def _neurons(options: PruneOptions, decoder: Decoder) -> Change:
 
 def _heads(options: PruneOptions, decoder: Decoder) -> Change:
     config = decoder.model.config
-    num_heads, num_kv = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    num_heads, num_kv = (
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", config.num_attention_heads),
+    )
     per_group = num_heads // num_kv
     num_kept = _num_kept(num_kv, options.sparsity)
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         (q_name, q), (k_name, k), (v_name, v), (o_name, o) = _find(job, _ATTENTION, "heads")
         dim = q.out_features // num_heads
-        norms = [norm for name, norm in job.layer.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+        norms = [
+            norm
+            for name, norm in job.layer.named_parameters()
+            if name.endswith(("q_norm.weight", "k_norm.weight"))
+        ]
         if any(norm.numel() != dim for norm in norms):
-            raise ConfigError("The norms of this model go over all heads, so that none can go.", param="structure")
+            raise ConfigError(
+                "The norms of this model go over all heads, so that none can go.", param="structure"
+            )
         inputs = _inputs(options, job, o_name)
         columns = best_groups(_scores(matrix_of(o), inputs), per_group * dim, num_kept)
         groups = columns.view(num_kept, -1)[:, 0] // (per_group * dim)
@@ -324,15 +397,20 @@ def _heads(options: PruneOptions, decoder: Decoder) -> Change:
 
 
 def _layers(options: PruneOptions, decoder: Decoder) -> Change:
-    """The change that each layer makes to hidden states: 1 - the cosine of what comes and what goes. By magnitude: its
-    weights."""
+    """The change that each layer makes to hidden states: 1 - the cosine of what comes and what
+    goes. By magnitude: its weights."""
     if decoder.num_layers < 2:
         raise ConfigError("A model of one layer has none that can go.", param="structure")
 
     @torch.no_grad()
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         if not options.needs_text:
-            return {_SCORE: sum((matrix_of(linear).square().sum() for linear in job.linears.values()), torch.zeros(()))}
+            return {
+                _SCORE: sum(
+                    (matrix_of(linear).square().sum() for linear in job.linears.values()),
+                    torch.zeros(()),
+                )
+            }
         total, count = 0.0, 0
         for batch in job.batches():
             cosines = nn.functional.cosine_similarity(batch, job.run(batch), dim=-1)
@@ -362,14 +440,23 @@ def _result(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
     matrices = {name: tensor for name, tensor in work.tensors(0).items() if tensor.dim() == 2}
     shapes = {name.split(".")[-2]: tensor.shape for name, tensor in matrices.items()}
     if options.structure == "neurons":
-        return _Result(everything, source.config | {"intermediate_size": shapes["down_proj"][1]}, work.tensors)
+        return _Result(
+            everything, source.config | {"intermediate_size": shapes["down_proj"][1]}, work.tensors
+        )
     config = decoder.model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = {"num_attention_heads": shapes["q_proj"][0] // dim, "num_key_value_heads": shapes["k_proj"][0] // dim}
+    heads = {
+        "num_attention_heads": shapes["q_proj"][0] // dim,
+        "num_key_value_heads": shapes["k_proj"][0] // dim,
+    }
     return _Result(everything, source.config | heads | {"head_dim": dim}, work.tensors)
 
 
 def with_layers(config: dict[str, Any], chosen: list[int]) -> dict[str, Any]:
     """A configuration with these layers of it."""
-    lists = {name: [config[name][i] for i in chosen] for name in _OF_LAYERS if isinstance(config.get(name), list)}
+    lists = {
+        name: [config[name][i] for i in chosen]
+        for name in _OF_LAYERS
+        if isinstance(config.get(name), list)
+    }
     return config | lists | {"num_hidden_layers": len(chosen)}

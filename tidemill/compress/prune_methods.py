@@ -1,4 +1,5 @@
-"""The weights of a matrix that are set to 0, and the changes by which the others make up for it: magnitude, wanda and SparseGPT.
+"""The weights of a matrix that are set to 0, and the changes by which the others make up for it:
+magnitude, wanda and SparseGPT.
 
 Shapes: W [N, K]; moments X^T X [K, K] of the inputs X [T, K].
 """
@@ -24,7 +25,8 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]  # a column's values as they a
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Any weights (`group` 1 x 1), whole blocks of `rows` x `columns`, or `kept` of each `columns` in a row."""
+    """Any weights (`group` 1 x 1), whole blocks of `rows` x `columns`, or `kept` of each `columns`
+    in a row."""
 
     rows: int = 1
     columns: int = 1
@@ -44,29 +46,39 @@ class Pattern:
             if 0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP:
                 return Pattern(rows, columns)
         raise ConfigError(
-            f"--pattern {text} is not known.", fix="Give unstructured, 2:4, 4:8 or blocks like 4x4.", param="pattern"
+            f"--pattern {text} is not known.",
+            fix="Give unstructured, 2:4, 4:8 or blocks like 4x4.",
+            param="pattern",
         )
 
     def check(self, name: str, shape: tuple[int, int]) -> None:
         if shape[0] % self.rows or shape[1] % self.columns:
             what = (
-                f"{name} has {shape[0]} x {shape[1]} values, which are no multiple of the pattern's {self.rows} x {self.columns}."
+                f"{name} has {shape[0]} x {shape[1]} values, which are no multiple of the pattern's "
+                f"{self.rows} x {self.columns}."
             )
             raise ConfigError(what, fix="Give another --pattern.", param="pattern")
 
     def keep(self, scores_NK: torch.Tensor, sparsity: float, by_row: bool = False) -> torch.Tensor:
-        """The mask of the values that stay: those with the highest scores, of all or (`by_row`) of each row of blocks."""
+        """The mask of the values that stay: those with the highest scores, of all or (`by_row`) of
+        each row of blocks."""
         num_rows, num_columns = scores_NK.shape
-        grid = scores_NK.view(num_rows // self.rows, self.rows, num_columns // self.columns, self.columns)
+        grid = scores_NK.view(
+            num_rows // self.rows, self.rows, num_columns // self.columns, self.columns
+        )
         if self.kept:
             order = scores_NK.view(-1, self.columns).argsort(dim=1, descending=True, stable=True)
-            keep = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : self.kept], True)
+            keep = torch.zeros_like(order, dtype=torch.bool).scatter_(
+                1, order[:, : self.kept], True
+            )
             return keep.view(num_rows, num_columns)
         blocks = grid.mean((1, 3))
         flat = blocks if by_row else blocks.reshape(1, -1)
         num_zero = round(sparsity * flat.shape[1])
         order = flat.argsort(dim=1, descending=True, stable=True)
-        keep = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : flat.shape[1] - num_zero], True)
+        keep = torch.zeros_like(order, dtype=torch.bool).scatter_(
+            1, order[:, : flat.shape[1] - num_zero], True
+        )
         spread = keep.view(blocks.shape)[:, None, :, None].expand(grid.shape)
         return spread.reshape(num_rows, num_columns)
 
@@ -76,8 +88,11 @@ def magnitude(weight_NK: torch.Tensor, pattern: Pattern, sparsity: float) -> tor
     return weight_NK * pattern.keep(weight_NK.abs(), sparsity)
 
 
-def wanda(weight_NK: torch.Tensor, squares_K: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
-    """The smallest of a row times the length of their inputs become 0. `squares_K`: of these lengths."""
+def wanda(
+    weight_NK: torch.Tensor, squares_K: torch.Tensor, pattern: Pattern, sparsity: float
+) -> torch.Tensor:
+    """The smallest of a row times the length of their inputs become 0. `squares_K`: of these
+    lengths."""
     scores = weight_NK.abs() * squares_K.sqrt()
     return weight_NK * pattern.keep(scores, sparsity, by_row=True)
 
@@ -94,8 +109,9 @@ def sparsegpt(
     sparsity: float,
     rounding: Rounding | None = None,
 ) -> torch.Tensor:
-    """Column by column: what becomes 0 (and what rounding takes off) is made up for by the columns after it, as far as the
-    inputs' second moments allow. `inverse`: of those, as `inverse_factor` gives it."""
+    """Column by column: what becomes 0 (and what rounding takes off) is made up for by the columns
+    after it, as far as the inputs' second moments allow. `inverse`: of those, as `inverse_factor`
+    gives it."""
     upper_KK, is_dead = inverse
     weight = weight_NK.float().clone()
     weight[:, is_dead] = 0
@@ -105,10 +121,15 @@ def sparsegpt(
         end = min(first + slab, num_columns)
         own = upper_KK[first:end, first:end]
         importance = own.diagonal() ** 2
-        part_KN = weight[:, first:end].t().contiguous()  # so that a column of the matrix is one piece of memory
+        # so that a column of the matrix is one piece of memory
+        part_KN = weight[:, first:end].t().contiguous()
         errors_KN, keep_KN = torch.zeros_like(part_KN), torch.ones_like(part_KN)
         if not pattern.kept:
-            keep_KN = pattern.keep((part_KN.t() ** 2 / importance).contiguous(), sparsity).t().to(part_KN.dtype)
+            keep_KN = (
+                pattern.keep((part_KN.t() ** 2 / importance).contiguous(), sparsity)
+                .t()
+                .to(part_KN.dtype)
+            )
         for i in range(end - first):
             if pattern.kept and i % pattern.columns == 0:
                 some = slice(i, i + pattern.columns)
@@ -126,21 +147,34 @@ def sparsegpt(
 
 
 def sparse_integers(
-    weight_NK: torch.Tensor, inverse: tuple[torch.Tensor, torch.Tensor], pattern: Pattern, sparsity: float, bits: int
+    weight_NK: torch.Tensor,
+    inverse: tuple[torch.Tensor, torch.Tensor],
+    pattern: Pattern,
+    sparsity: float,
+    bits: int,
 ) -> IntWeight:
-    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0. Scales are
-    those of a sweep without rounding: what is left grows to make up for what goes."""
+    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row;
+    0 stays 0. Scales are those of a sweep without rounding: what is left grows to make up for what
+    goes."""
     grid = Grid(bits, 0, symmetric=True)
     scales, _ = fit(sparsegpt(weight_NK, inverse, pattern, sparsity), grid)
     row = scales[:, 0]
-    pruned = sparsegpt(weight_NK, inverse, pattern, sparsity, lambda column: round_to(column, row, None, grid) * row)
+    pruned = sparsegpt(
+        weight_NK,
+        inverse,
+        pattern,
+        sparsity,
+        lambda column: round_to(column, row, None, grid) * row,
+    )
     return IntWeight(bits, round_to(pruned, scales, None, grid).short(), scales, weight_NK.shape[1])
 
 
 # ---- structured: whole inputs of a matrix go
 
 
-def fit_columns(weight_NK: torch.Tensor, moments_KK: torch.Tensor, kept: torch.Tensor, damping: float) -> torch.Tensor:
+def fit_columns(
+    weight_NK: torch.Tensor, moments_KK: torch.Tensor, kept: torch.Tensor, damping: float
+) -> torch.Tensor:
     """[N, kept]: the matrix of the kept inputs whose outputs are nearest to those of all."""
     moments = moments_KK.double()
     own = moments[kept][:, kept]

@@ -1,5 +1,5 @@
-"""The distance of a compressed model from its original on a text: dequantized weights in float32, walked layer by layer,
-activations rounded as they are when the model is served."""
+"""The distance of a compressed model from its original on a text: dequantized weights in float32,
+walked layer by layer, activations rounded as they are when the model is served."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Quality:
         return self.same / self.count
 
 
-Layer = tuple[dict[str, Stored], dict[str, torch.Tensor]]  # compressed matrices, and other tensors that were changed
+# compressed matrices, and other tensors that were changed
+Layer = tuple[dict[str, Stored], dict[str, torch.Tensor]]
 
 
 def layer_of(work: Work) -> Callable[[int], Layer]:
@@ -54,7 +55,9 @@ def filled(decoder: Decoder, number: int, layer: Layer) -> dict[str, torch.Tenso
     for name, module in decoder.linears(number).items():
         if name in stored:
             matrix = stored[name].dequantize()
-            tensors[f"{name}.weight"] = matrix if isinstance(module, torch.nn.Linear) else matrix.t().contiguous()
+            tensors[f"{name}.weight"] = (
+                matrix if isinstance(module, torch.nn.Linear) else matrix.t().contiguous()
+            )
     return tensors
 
 
@@ -70,7 +73,11 @@ def hidden_states(
     for number in range(decoder.num_layers):
         layer = layer_at(number) if layer_at is not None else ({}, {})
         with decoder.layer(number, filled(decoder, number, layer)) as module:
-            act = {name: own for name, weight in layer[0].items() if (own := activations_of(weight)) is not None}
+            act = {
+                name: own
+                for name, weight in layer[0].items()
+                if (own := activations_of(weight)) is not None
+            }
             job = LayerJob(decoder, number, module, states, act=act)
             job.outputs(states)
         tick(number + 1)
@@ -85,8 +92,9 @@ def compare(
     original: torch.Tensor | None = None,
     head: Decoder | None = None,
 ) -> Quality:
-    """Every token but the first of a sequence counts, given those before it. `own`, `original`: hidden states after the last
-    layer. `head`: the original's decoder, if what comes after the layers was changed, too."""
+    """Every token but the first of a sequence counts, given those before it. `own`, `original`:
+    hidden states after the last layer. `head`: the original's decoder, if what comes after the
+    layers was changed, too."""
     quality, head = Quality(), head or decoder
     for ids, hidden, true in zip(ids_BL, own, own if original is None else original, strict=True):
         for first in range(0, len(ids) - 1, _ROWS):

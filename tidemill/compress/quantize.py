@@ -30,12 +30,14 @@ from tidemill.weights.locate import weight_files
 
 _IDS, _KV = "text", "kv-{:05}"
 _SMALLER_GROUPS = (64, 32)
-_GROUPS = (128, 96, 64, 48, 32, 16)  # that are advised where the one that was asked for does not fit
+# that are advised where the one that was asked for does not fit
+_GROUPS = (128, 96, 64, 48, 32, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """`options`: of the method, those that are given. `budget`: bits of matrices differ, by how much each matters."""
+    """`options`: of the method, those that are given. `budget`: bits of matrices differ, by how
+    much each matters."""
 
     model: str
     out: Path
@@ -59,7 +61,8 @@ class Result:
     num_values: int  # of quantized matrices
     num_matrix_bytes: int
     bits_of: dict[str, int]  # of matrices, where they differ
-    smaller_group: int | None = None  # columns that share a scale, if the method's default did not fit
+    # columns that share a scale, if the method's default did not fit
+    smaller_group: int | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -84,7 +87,11 @@ def quantize(options: QuantizeOptions, report: Reporter | None = None) -> Result
     calibration.check()
     needs_text = method.needs_text or options.budget is not None or options.kv_scales
     if calibration.data is not None and not needs_text:
-        raise ConfigError(f"{method.name} as it is asked for needs no --calibration.", fix="Leave it out.", param="calibration")
+        raise ConfigError(
+            f"{method.name} as it is asked for needs no --calibration.",
+            fix="Leave it out.",
+            param="calibration",
+        )
     smaller_group = _fit_group(decoder, method, layout, "group" in options.options)
     work = Work(options.out, _settings(options, method, layout, dtype, source, needs_text))
     with work.begins():
@@ -95,14 +102,29 @@ def quantize(options: QuantizeOptions, report: Reporter | None = None) -> Result
             _check_matrices(decoder, method, layout)
     walked = ids if method.needs_text or options.kv_scales else None
     change = _with_kv_scales(method, work) if options.kv_scales else method
-    walk(decoder, work, change, walked, needs_truth=method.needs_truth, seed=calibration.seed, report=report)
+    walk(
+        decoder,
+        work,
+        change,
+        walked,
+        needs_truth=method.needs_truth,
+        seed=calibration.seed,
+        report=report,
+    )
     if file is not None:
         num_values, num_bytes = file.write(work, report)
     else:
         num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
     work.publish()
     return Result(
-        options.out, layout, source.num_bytes, size_of(options.out), num_values, num_bytes, method.bits_of, smaller_group
+        options.out,
+        layout,
+        source.num_bytes,
+        size_of(options.out),
+        num_values,
+        num_bytes,
+        method.bits_of,
+        smaller_group,
     )
 
 
@@ -116,20 +138,38 @@ def _with_kv_scales(method: Method, work: Work) -> Change:
 
 
 def _layout(options: QuantizeOptions, method: Method) -> str:
-    wants_file = options.kind is not None or (options.out.suffix == ".gguf" and GGUF in method.formats)
-    first = WITH_KV_SCALES if options.kv_scales and WITH_KV_SCALES in method.formats else method.formats[0]
+    wants_file = options.kind is not None or (
+        options.out.suffix == ".gguf" and GGUF in method.formats
+    )
+    first = (
+        WITH_KV_SCALES
+        if options.kv_scales and WITH_KV_SCALES in method.formats
+        else method.formats[0]
+    )
     layout = options.layout or (GGUF if wants_file else first)
     if options.kv_scales and layout != WITH_KV_SCALES:
         why = f"--format {layout} does not hold scales of keys and values."
-        raise ConfigError(why, fix=f"Choose --format {WITH_KV_SCALES}, or leave --kv-scales out.", param="kv-scales")
+        raise ConfigError(
+            why,
+            fix=f"Choose --format {WITH_KV_SCALES}, or leave --kv-scales out.",
+            param="kv-scales",
+        )
     if options.kind is not None and layout != GGUF:
-        raise ConfigError("--type is a type of GGUF files.", fix="Choose --format gguf, or leave it out.", param="type")
+        raise ConfigError(
+            "--type is a type of GGUF files.",
+            fix="Choose --format gguf, or leave it out.",
+            param="type",
+        )
     if layout not in method.formats:
         fix = f"Choose {', '.join(method.formats)}."
-        raise ConfigError(f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format")
+        raise ConfigError(
+            f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format"
+        )
     if (layout == GGUF) != (options.out.suffix == ".gguf"):
         raise ConfigError(
-            f"--out is {options.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out"
+            f"--out is {options.out}, and the format {layout}.",
+            fix="A GGUF file's name ends in .gguf.",
+            param="out",
         )
     return layout
 
@@ -140,20 +180,27 @@ def _take_type(decoder: Decoder, method: Method, options: QuantizeOptions) -> No
     taken = [name for name in ("bits", "group", "weights", "symmetric") if name in options.options]
     if taken or options.budget is not None:
         other = taken[0] if taken else "budget"
-        raise ConfigError(f"--type {options.kind} decides --{other}.", fix="Give one of them.", param=other)
+        raise ConfigError(
+            f"--type {options.kind} decides --{other}.", fix="Give one of them.", param=other
+        )
     for number in range(decoder.num_layers):
         for name, module in decoder.linears(number).items():
             method.grids[name] = grid_of(options.kind.upper(), matrix_of(module).shape[1])
 
 
 def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) -> int | None:
-    """Refuses what the layout cannot hold. Groups that were not asked for become smaller, where that helps: their size."""
+    """Refuses what the layout cannot hold. Groups that were not asked for become smaller, where
+    that helps: their size."""
     size = method.options.get("group")
     try:
         _check_matrices(decoder, method, layout)
         return None
     except ConfigError as error:
-        for smaller in () if is_given or size is None else [size_below for size_below in _SMALLER_GROUPS if size_below < size]:
+        for smaller in (
+            ()
+            if is_given or size is None
+            else [size_below for size_below in _SMALLER_GROUPS if size_below < size]
+        ):
             method.options["group"] = smaller
             with suppress(ConfigError):
                 _check_matrices(decoder, method, layout)
@@ -163,8 +210,11 @@ def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) ->
         raise _with_what_fits(error, decoder, method, layout) from error
 
 
-def _with_what_fits(error: ConfigError, decoder: Decoder, method: Method, layout: str) -> ConfigError:
-    """The same error; where it advises another format, only one that does hold what was asked for, or what else fits."""
+def _with_what_fits(
+    error: ConfigError, decoder: Decoder, method: Method, layout: str
+) -> ConfigError:
+    """The same error; where it advises another format, only one that does hold what was asked for,
+    or what else fits."""
     advised = re.findall(r"--format ([\w-]+\w)", error.fix)
     if not advised or all(_fits(decoder, method, each) for each in advised):
         return error
@@ -177,7 +227,11 @@ def _with_what_fits(error: ConfigError, decoder: Decoder, method: Method, layout
                  if other != GGUF and _fits(decoder, method, other)][:1]  # fmt: skip
     if size is not None:
         method.options["group"] = size
-    fix = f"Choose {' or '.join(fits)}." if fits else "No format holds it: choose other --bits, or another --method."
+    fix = (
+        f"Choose {' or '.join(fits)}."
+        if fits
+        else "No format holds it: choose other --bits, or another --method."
+    )
     return ConfigError(error.message, fix=fix, param=error.param)
 
 
@@ -191,7 +245,9 @@ def _fits(decoder: Decoder, method: Method, layout: str) -> bool:
 
 def _check_matrices(decoder: Decoder, method: Method, layout: str) -> None:
     """By their shapes, bits and groups."""
-    holds: Callable[[str, IntWeight], object] = block_type if layout == GGUF else layout_class(layout)().check
+    holds: Callable[[str, IntWeight], object] = (
+        block_type if layout == GGUF else layout_class(layout)().check
+    )
     for number in range(decoder.num_layers):
         for name, module in decoder.linears(number).items():
             num_out, num_in = matrix_of(module).shape
@@ -207,7 +263,12 @@ def _half(source: Source) -> str | None:
 
 
 def _settings(
-    options: QuantizeOptions, method: Method, layout: str, dtype: str, source: Source, needs_text: bool
+    options: QuantizeOptions,
+    method: Method,
+    layout: str,
+    dtype: str,
+    source: Source,
+    needs_text: bool,
 ) -> dict[str, Any]:
     return {
         "model": str(source.path.resolve()),
@@ -227,12 +288,18 @@ def _settings(
 def _text(source: Source, calibration: Calibration, work: Work, report: Reporter) -> torch.Tensor:
     saved = work.saved(_IDS)
     if saved is None:
-        saved = {"ids": calibration_ids(source.path, source.config["vocab_size"], calibration, work.folder, report)}
+        saved = {
+            "ids": calibration_ids(
+                source.path, source.config["vocab_size"], calibration, work.folder, report
+            )
+        }
         work.save(_IDS, saved)
     return saved["ids"]
 
 
-def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: Reporter) -> tuple[int, int]:
+def _write_folder(
+    decoder: Decoder, work: Work, name: str, dtype: str, report: Reporter
+) -> tuple[int, int]:
     """Writes the folder; returns the number of quantized values, and the bytes they take."""
     layout = layout_class(name)()
     writer = FolderWriter(work.result, dtype)
@@ -248,7 +315,11 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
                 writer.add(tensor_name, tensor, as_is=True)
             num_values += weight.dequantize().numel()
             num_bytes += weight.num_bytes
-        others = {name for name in decoder.tensor_names(number) if name.removesuffix(".weight") not in stored} - changed.keys()
+        others = {
+            name
+            for name in decoder.tensor_names(number)
+            if name.removesuffix(".weight") not in stored
+        } - changed.keys()
         for tensor_name, tensor in sorted({**changed, **decoder.read(others)}.items()):
             writer.add(tensor_name, tensor)
         of_kv = work.saved(_KV.format(number)) or {}
@@ -262,4 +333,8 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
 
 def size_of(path: Path) -> int:
     """Bytes of a checkpoint's weights."""
-    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in weight_files(path))
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(file.stat().st_size for file in weight_files(path))
+    )

@@ -1,4 +1,5 @@
-"""A checkpoint of any format we read as float32 tensors under Hugging Face names, with its config.json and tokenizer files."""
+"""A checkpoint of any format we read as float32 tensors under Hugging Face names, with its
+config.json and tokenizer files."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class _Stored:
 
 
 class Source:
-    """`config`: as in config.json. Tensors are read when they are asked for, so that a model larger than memory can be walked."""
+    """`config`: as in config.json. Tensors are read when they are asked for, so that a model larger
+    than memory can be walked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +54,11 @@ class Source:
             self.config = hf_config(self._checkpoint, model.config)
             self._gguf = _gguf_names(self._checkpoint, model, self.config["model_type"])
         else:
-            self.config = {key: value for key, value in self._checkpoint.metadata.items() if key != "quantization_config"}
+            self.config = {
+                key: value
+                for key, value in self._checkpoint.metadata.items()
+                if key != "quantization_config"
+            }
         self.shapes = {name: shape for name, shape, _ in self._tensors()}
 
     @staticmethod
@@ -71,7 +77,11 @@ class Source:
                 yield tensor.name, tuple(tensor.shape), tensor
             elif tensor.name in self._names:
                 own = self._names[tensor.name]
-                yield own.name, tuple(tensor.shape[::-1] if own.transposed else tensor.shape), tensor
+                yield (
+                    own.name,
+                    tuple(tensor.shape[::-1] if own.transposed else tensor.shape),
+                    tensor,
+                )
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors in float32 on the CPU."""
@@ -82,7 +92,9 @@ class Source:
                 if len(found) == len(names):
                     break
         if missing := sorted(set(names) - found.keys()):
-            raise CheckpointError(f"{self.path}: tensor {missing[0]} is missing.", fix="Is it the whole checkpoint?")
+            raise CheckpointError(
+                f"{self.path}: tensor {missing[0]} is missing.", fix="Is it the whole checkpoint?"
+            )
         return found
 
     def _read(self, tensor: WeightTensor) -> torch.Tensor:
@@ -101,7 +113,9 @@ class Source:
     def _names(self) -> dict[str, _Stored]:
         """GGUF's names to Hugging Face's; of a folder, as its tensors would be called."""
         if self._gguf is None:
-            self._gguf = _gguf_names(self._checkpoint, _empty(self._checkpoint), self.config["model_type"])
+            self._gguf = _gguf_names(
+                self._checkpoint, _empty(self._checkpoint), self.config["model_type"]
+            )
         return self._gguf
 
     @property
@@ -169,10 +183,17 @@ def _gguf_names(checkpoint: Checkpoint, model: CausalLM, model_type: str) -> dic
             for suffix in (".weight", ".bias"):
                 own, stored = hf.format(i) + suffix, gguf.format(i) + suffix
                 if taken.setdefault(own, stored) != stored:
-                    raise CheckpointError(f"{checkpoint.path}: tensor {own} is in several tensors of the file.")
+                    raise CheckpointError(
+                        f"{checkpoint.path}: tensor {own} is in several tensors of the file."
+                    )
                 added = -1.0 if is_gemma and own.endswith("norm.weight") else 0.0
                 transposed = is_gpt2 and suffix == ".weight" and ".h." in own and ".ln_" not in own
-                names[stored] = _Stored(own, model.row_order("gguf", part + suffix.removeprefix(".weight")), added, transposed)
+                names[stored] = _Stored(
+                    own,
+                    model.row_order("gguf", part + suffix.removeprefix(".weight")),
+                    added,
+                    transposed,
+                )
     return names
 
 

@@ -31,14 +31,23 @@ class Stored(ABC):
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value is not None:
-                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                tensor = (
+                    value
+                    if isinstance(value, torch.Tensor)
+                    else torch.tensor(value, dtype=torch.float64)
+                )
                 state[f"{name}{MARK}{self.kind}{MARK}{field.name}"] = tensor
         return state
 
     @classmethod
     def from_state(cls, parts: dict[str, torch.Tensor]) -> Self:
         types: dict[str, Any] = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value if "Tensor" in types[name] else _number(value, types[name]) for name, value in parts.items()})
+        return cls(
+            **{
+                name: value if "Tensor" in types[name] else _number(value, types[name])
+                for name, value in parts.items()
+            }
+        )
 
 
 def _number(value: torch.Tensor, kind: str) -> Any:
@@ -48,8 +57,9 @@ def _number(value: torch.Tensor, kind: str) -> Any:
 
 @dataclass(slots=True)
 class IntWeight(Stored):
-    """Integers times a scale of their group: (codes - zeros) * scales. Symmetric codes are signed and have no zeros; others count
-    from 0. With `steps`, scales and zeros times scales are at most so many times a float16 number of 256 columns."""
+    """Integers times a scale of their group: (codes - zeros) * scales. Symmetric codes are signed
+    and have no zeros; others count from 0. With `steps`, scales and zeros times scales are at most
+    so many times a float16 number of 256 columns."""
 
     kind: ClassVar[str] = "int"
     bits: int
@@ -80,10 +90,17 @@ class IntWeight(Stored):
         if self.steps is not None:
             nums = self.scales_NG.numel() + (0 if self.zeros_NG is None else self.zeros_NG.numel())
             units = 2 * self.codes_NK.numel() // 256 * (1 if self.zeros_NG is None else 2)
-            return (self.codes_NK.numel() * self.bits + nums * (8 if self.zeros_NG is None else 6)) // 8 + units
+            return (
+                self.codes_NK.numel() * self.bits + nums * (8 if self.zeros_NG is None else 6)
+            ) // 8 + units
         zeros = 0 if self.zeros_NG is None else self.zeros_NG.numel() * self.bits // 8
         order = 0 if self.groups_K is None else 4 * self.groups_K.numel()
-        return (self.codes_NK.numel() * self.bits + 7) // 8 + 2 * self.scales_NG.numel() + zeros + order
+        return (
+            (self.codes_NK.numel() * self.bits + 7) // 8
+            + 2 * self.scales_NG.numel()
+            + zeros
+            + order
+        )
 
 
 @dataclass(slots=True)
@@ -110,8 +127,9 @@ class Fp8Weight(Stored):
 
 @dataclass(slots=True)
 class TableWeight(Stored):
-    """Numbers of a table, times the largest absolute value of a block of consecutive values (NF4), which may be quantized itself:
-    8-bit numbers of a second table times a scale for every so many, plus an offset."""
+    """Numbers of a table, times the largest absolute value of a block of consecutive values (NF4),
+    which may be quantized itself: 8-bit numbers of a second table times a scale for every so many,
+    plus an offset."""
 
     kind: ClassVar[str] = "table"
     codes_NK: torch.Tensor  # uint8
@@ -130,7 +148,9 @@ class TableWeight(Stored):
         assert self.nested_codes is not None
         assert self.nested_table is not None
         assert self.nested_largest is not None
-        wide = self.nested_largest.repeat_interleave(self.nested_block or 1)[: self.nested_codes.numel()]
+        wide = self.nested_largest.repeat_interleave(self.nested_block or 1)[
+            : self.nested_codes.numel()
+        ]
         return self.nested_table[self.nested_codes.long()] * wide + (self.nested_offset or 0.0)
 
     def dequantize(self) -> torch.Tensor:
@@ -141,12 +161,17 @@ class TableWeight(Stored):
     def num_bytes(self) -> int:
         floats = [self.largest, self.nested_largest, self.nested_table, self.table]
         nested = 0 if self.nested_codes is None else self.nested_codes.numel()
-        return self.codes_NK.numel() // 2 + nested + sum(4 * tensor.numel() for tensor in floats if tensor is not None)
+        return (
+            self.codes_NK.numel() // 2
+            + nested
+            + sum(4 * tensor.numel() for tensor in floats if tensor is not None)
+        )
 
 
 @dataclass(slots=True)
 class CentroidWeight(Stored):
-    """Each value is one of a few centroids of the matrix; the values far from the others are kept as they are (GOBO)."""
+    """Each value is one of a few centroids of the matrix; the values far from the others are kept
+    as they are (GOBO)."""
 
     kind: ClassVar[str] = "centroids"
     bits: int
@@ -162,15 +187,22 @@ class CentroidWeight(Stored):
 
     @property
     def num_bytes(self) -> int:
-        return (self.codes_NK.numel() * self.bits + 7) // 8 + 4 * self.centroids.numel() + 8 * self.places.numel()
+        return (
+            (self.codes_NK.numel() * self.bits + 7) // 8
+            + 4 * self.centroids.numel()
+            + 8 * self.places.numel()
+        )
 
 
 KINDS: dict[str, type[Stored]] = {
-    weight_class.kind: weight_class for weight_class in (IntWeight, Fp8Weight, TableWeight, CentroidWeight)
+    weight_class.kind: weight_class
+    for weight_class in (IntWeight, Fp8Weight, TableWeight, CentroidWeight)
 }
 
 
-def from_state(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
+def from_state(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
     """A layer's state: compressed matrices by name, and other tensors that were changed."""
     parts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     dense = {}
@@ -181,4 +213,6 @@ def from_state(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Stored], dic
             continue
         kind, _, field = rest.partition(MARK)
         parts.setdefault((name, kind), {})[field] = value
-    return {name: KINDS[kind].from_state(fields_of) for (name, kind), fields_of in parts.items()}, dense
+    return {
+        name: KINDS[kind].from_state(fields_of) for (name, kind), fields_of in parts.items()
+    }, dense

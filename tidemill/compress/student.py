@@ -36,11 +36,24 @@ class Learning:
 
     def check(self) -> None:
         if self.loss not in LOSSES:
-            raise ConfigError(f"--loss {self.loss} is not known.", fix=f"Give one of {', '.join(LOSSES)}.", param="loss")
-        limits = {"steps": (0, 10**7), "batch": (1, 4096), "rate": (1e-8, 1.0), "temperature": (0.05, 100.0)}
+            raise ConfigError(
+                f"--loss {self.loss} is not known.",
+                fix=f"Give one of {', '.join(LOSSES)}.",
+                param="loss",
+            )
+        limits = {
+            "steps": (0, 10**7),
+            "batch": (1, 4096),
+            "rate": (1e-8, 1.0),
+            "temperature": (0.05, 100.0),
+        }
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"--{name} is {getattr(self, name)}.", fix=f"It must be {low} to {high}.", param=name)
+                raise ConfigError(
+                    f"--{name} is {getattr(self, name)}.",
+                    fix=f"It must be {low} to {high}.",
+                    param=name,
+                )
 
 
 def layer_tensors(decoder: Decoder, chosen: list[int]) -> dict[str, torch.Tensor]:
@@ -60,7 +73,9 @@ def build(config: dict[str, Any], tensors: dict[str, torch.Tensor], device: str)
     model.tie_weights()
     missing = [name for name, value in model.state_dict().items() if value.is_meta]
     if missing or unknown:
-        raise CheckpointError(f"Tensors do not fit the configuration: {', '.join([*missing, *unknown][:3])}.")
+        raise CheckpointError(
+            f"Tensors do not fit the configuration: {', '.join([*missing, *unknown][:3])}."
+        )
     return model.to(device).requires_grad_(False)
 
 
@@ -68,7 +83,8 @@ def learn(
     student: Any, teacher: Any, chosen: list[int], ids_SL: torch.Tensor, learning: Learning, work: Work, report: Reporter,
     is_stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Changes the student. `chosen`: the teacher's layer that each of the student's began as. Embeddings and head stay."""
+    """Changes the student. `chosen`: the teacher's layer that each of the student's began as.
+    Embeddings and head stay."""
     learning.check()
     if learning.steps == 0:
         return
@@ -85,7 +101,12 @@ def learn(
         filters = _teacher_filters(teacher, chosen, ids_SL, learning, work, report, is_stopped)
         module["filters"] = filters
         loss = _Ted(
-            student, teacher, chosen, [parameter.detach().clone() for parameter in filters.parameters()], filters, learning
+            student,
+            teacher,
+            chosen,
+            [parameter.detach().clone() for parameter in filters.parameters()],
+            filters,
+            learning,
         )
     else:
         loss = _Plain(student, teacher, learning)
@@ -111,11 +132,22 @@ def _train(
     def checked(step: int) -> torch.Tensor:
         loss_value = loss(step)
         if not bool(loss_value.isfinite()):
-            raise CalibrationError(f"The loss of step {step} is not finite.", fix="Give a lower --rate, or look at the text.")
+            raise CalibrationError(
+                f"The loss of step {step} is not finite.",
+                fix="Give a lower --rate, or look at the text.",
+            )
         return loss_value
 
-    schedule = Schedule(steps, rate, asdict(learning) | {"part": name}, work.folder / f"{name}.train.safetensors")
-    if not run_steps(module, checked, schedule, lambda done, loss: report.at(done, f"loss {loss:.3f}"), is_stopped):
+    schedule = Schedule(
+        steps, rate, asdict(learning) | {"part": name}, work.folder / f"{name}.train.safetensors"
+    )
+    if not run_steps(
+        module,
+        checked,
+        schedule,
+        lambda done, loss: report.at(done, f"loss {loss:.3f}"),
+        is_stopped,
+    ):
         raise Stopped
 
 
@@ -124,14 +156,21 @@ def _batch(ids_SL: torch.Tensor, learning: Learning, step: int) -> torch.Tensor:
     num = ids_SL.shape[0]
     per_epoch = max(1, num // learning.batch)
     epoch, number = divmod(step, per_epoch)
-    order = torch.randperm(num, generator=torch.Generator().manual_seed(learning.seed * 1_000_003 + epoch))
+    order = torch.randperm(
+        num, generator=torch.Generator().manual_seed(learning.seed * 1_000_003 + epoch)
+    )
     return ids_SL[order[number * learning.batch : (number + 1) * learning.batch]]
 
 
 def distribution_loss(logits: torch.Tensor, true: torch.Tensor, temperature: float) -> torch.Tensor:
     """KL(true || own) of both at a temperature, in the scale of the gradients at 1."""
     own, wanted = (x.flatten(0, -2) / temperature for x in (logits, true))
-    return F.kl_div(own.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean") * temperature**2
+    return (
+        F.kl_div(
+            own.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+        * temperature**2
+    )
 
 
 @dataclass(slots=True)
@@ -165,8 +204,8 @@ def _teacher_filters(
     teacher: Any, chosen: list[int], ids_SL: torch.Tensor, learning: Learning, work: Work, report: Reporter,
     is_stopped: Callable[[], bool],
 ) -> nn.ModuleList:  # fmt: skip
-    """A filter for each chosen layer, so that norm and head make of its filtered states what they make of the last ones. A step
-    trains one of them."""
+    """A filter for each chosen layer, so that norm and head make of its filtered states what they
+    make of the last ones. A step trains one of them."""
     size = teacher.config.hidden_size
     filters = nn.ModuleList(_Filter(size, teacher.device) for _ in chosen)
 
@@ -174,7 +213,9 @@ def _teacher_filters(
         number = step % len(chosen)
         with torch.no_grad():
             output = teacher(
-                input_ids=_batch(ids_SL, learning, step).to(teacher.device), use_cache=False, output_hidden_states=True
+                input_ids=_batch(ids_SL, learning, step).to(teacher.device),
+                use_cache=False,
+                output_hidden_states=True,
             )
         states = filters[number](output.hidden_states[chosen[number] + 1])
         return distribution_loss(_to_logits(teacher, states), output.logits, learning.temperature)
@@ -192,7 +233,8 @@ def _to_logits(model: Any, states: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Ted:
-    """Soft labels, and the distance of filtered states, layer by layer (task-aware layerwise distillation)."""
+    """Soft labels, and the distance of filtered states, layer by layer (task-aware layerwise
+    distillation)."""
 
     student: Any
     teacher: Any
@@ -221,13 +263,17 @@ class _Ted:
         return loss + _DISTANCE * distance / max(1, len(self.chosen) - 1)
 
 
-def write_student(student: Any, decoder: Decoder, config: dict[str, Any], work: Work, dtype: str) -> int:
+def write_student(
+    student: Any, decoder: Decoder, config: dict[str, Any], work: Work, dtype: str
+) -> int:
     """The folder gets its name. Returns its tensors' bytes."""
     writer = FolderWriter(work.result, dtype)
     head = student.get_output_embeddings()
     is_tied = head is not None and head.weight is student.get_input_embeddings().weight
     for name, value in student.state_dict().items():
-        if not (is_tied and value.data_ptr() == head.weight.data_ptr() and name.startswith("lm_head")):
+        if not (
+            is_tied and value.data_ptr() == head.weight.data_ptr() and name.startswith("lm_head")
+        ):
             writer.add(name, value)
     writer.close(decoder.source, config)
     work.publish()

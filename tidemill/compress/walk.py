@@ -35,8 +35,8 @@ class Quiet:
 
 @dataclass(slots=True)
 class LayerJob:
-    """A layer with its weights and the hidden states of the calibration text before it: of the model as it is changed so far, and
-    (`truth`) of the original, if that is asked for."""
+    """A layer with its weights and the hidden states of the calibration text before it: of the
+    model as it is changed so far, and (`truth`) of the original, if that is asked for."""
 
     decoder: Decoder
     number: int
@@ -44,7 +44,8 @@ class LayerJob:
     inputs: torch.Tensor | None = None  # [sequences, length, H]
     truth: torch.Tensor | None = None
     target: torch.Tensor | None = None  # the original's hidden states after the layer
-    act: dict[str, Quantizer] = field(default_factory=dict)  # by linear: activations as they are when the model is served
+    # by linear: activations as they are when the model is served
+    act: dict[str, Quantizer] = field(default_factory=dict)
 
     @property
     def linears(self) -> dict[str, nn.Module]:
@@ -66,7 +67,9 @@ class LayerJob:
         return self.decoder.run(self.number, hidden_BLH)
 
     @torch.no_grad()
-    def observe(self, see: Callable[[str, torch.Tensor], None], states: torch.Tensor | None = None) -> None:
+    def observe(
+        self, see: Callable[[str, torch.Tensor], None], states: torch.Tensor | None = None
+    ) -> None:
         """`see` gets each linear's name and inputs [T, K], batch by batch."""
         hooks = []
         for name, module in self.linears.items():
@@ -85,7 +88,10 @@ class LayerJob:
     @torch.no_grad()
     def outputs(self, out: torch.Tensor, states: torch.Tensor | None = None) -> None:
         """The layer as it is now, on all hidden states; activations go through `act`."""
-        hooks = [self.linears[name].register_forward_pre_hook(_replacing(act)) for name, act in self.act.items()]
+        hooks = [
+            self.linears[name].register_forward_pre_hook(_replacing(act))
+            for name, act in self.act.items()
+        ]
         first = 0
         try:
             for batch in self.batches(states):
@@ -106,7 +112,8 @@ def _replacing(act: Quantizer) -> Callable[..., tuple[torch.Tensor, ...]]:
     return lambda _, args: (act(args[0]), *args[1:])
 
 
-Change = Callable[[LayerJob], dict[str, torch.Tensor]]  # changes the layer in place; what to keep of it
+# changes the layer in place; what to keep of it
+Change = Callable[[LayerJob], dict[str, torch.Tensor]]
 
 
 def walk(
@@ -119,8 +126,8 @@ def walk(
     seed: int = 0,
     report: Reporter | None = None,
 ) -> None:
-    """All layers that `work` does not have yet. `ids`: the calibration text's tokens [sequences, length]; None: layers are
-    changed by their weights alone."""
+    """All layers that `work` does not have yet. `ids`: the calibration text's tokens [sequences,
+    length]; None: layers are changed by their weights alone."""
     report = report or Quiet()
     streams = [] if ids is None else [OWN, TRUTH] if needs_truth else [OWN]
     first = work.num_finished
@@ -130,7 +137,8 @@ def walk(
         for stream in streams:
             _start(decoder, work, stream, ids)
     for number in range(first, decoder.num_layers):
-        torch.manual_seed(seed + number)  # so that a layer does not depend on where the run was interrupted
+        # so that a layer does not depend on where the run was interrupted
+        torch.manual_seed(seed + number)
         with decoder.layer(number) as layer:
             given = {stream: work.states(stream, number) for stream in streams}
             job = LayerJob(decoder, number, layer, given.get(OWN), given.get(TRUTH))
@@ -148,7 +156,10 @@ def walk(
 def _check_weights(job: LayerJob) -> None:
     for name, module in job.linears.items():
         if not bool(matrix_of(module).isfinite().all()):
-            raise CheckpointError(f"Tensor {name}.weight holds values that are not finite.", fix="Is the checkpoint whole?")
+            raise CheckpointError(
+                f"Tensor {name}.weight holds values that are not finite.",
+                fix="Is the checkpoint whole?",
+            )
 
 
 @torch.no_grad()

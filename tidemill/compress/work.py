@@ -1,5 +1,5 @@
-"""The state of a run in OUT.partial: results of finished layers and the activations the next one starts from, so that an
-interrupted run goes on and ends with the same bytes."""
+"""The state of a run in OUT.partial: results of finished layers and the activations the next one
+starts from, so that an interrupted run goes on and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,22 @@ class Work:
         if out.name in ("", ".."):
             raise ConfigError(f"--out is {out}.", fix="Give the name of a new folder.", param="out")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out} is there already.", fix="Delete it, or give another --out.", param="out")
+            raise ConfigError(
+                f"{out} is there already.", fix="Delete it, or give another --out.", param="out"
+            )
         if not out.parent.is_dir():
-            raise ConfigError(f"There is no folder {out.parent}.", fix="Make it, or give another --out.", param="out")
+            raise ConfigError(
+                f"There is no folder {out.parent}.",
+                fix="Make it, or give another --out.",
+                param="out",
+            )
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be made: {error}.", fix="Give another --out.", param="out") from error
+            raise ConfigError(
+                f"{self.folder} cannot be made: {error}.", fix="Give another --out.", param="out"
+            ) from error
         state = self.folder / _STATE
         text = json.dumps(settings, indent=2, sort_keys=True)
         if not state.exists():
@@ -49,7 +57,8 @@ class Work:
 
     @contextmanager
     def begins(self) -> Iterator[None]:
-        """The work before the first layer. Settings that turn out wrong leave no folder, unless layers are finished."""
+        """The work before the first layer. Settings that turn out wrong leave no folder, unless
+        layers are finished."""
         try:
             yield
         except TidemillError:
@@ -81,17 +90,25 @@ class Work:
     def new_states(self, stream: str, number: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The same, to be written."""
         path = self._states(stream, number)
-        return torch.from_numpy(np.lib.format.open_memmap(path.with_suffix(".new"), "w+", np.float32, shape))
+        return torch.from_numpy(
+            np.lib.format.open_memmap(path.with_suffix(".new"), "w+", np.float32, shape)
+        )
 
     def keep_states(self, stream: str, number: int) -> None:
         """All of them are written."""
         path = self._states(stream, number)
         os.replace(path.with_suffix(".new"), path)
 
-    def finish(self, number: int, tensors: dict[str, torch.Tensor], notes: dict[str, str] | None = None) -> None:
-        """A layer's results; from now on it is not computed again. States that it started from are deleted."""
+    def finish(
+        self, number: int, tensors: dict[str, torch.Tensor], notes: dict[str, str] | None = None
+    ) -> None:
+        """A layer's results; from now on it is not computed again. States that it started from are
+        deleted."""
         path = self._layer(number)
-        made = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        made = {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in tensors.items()
+        }
         save_file(made, path.with_suffix(".new"), metadata=notes)
         os.replace(path.with_suffix(".new"), path)
         for old in self.folder.glob(f"*-{number:05}.npy"):
@@ -109,7 +126,9 @@ class Work:
         try:
             return safe_open(self._layer(number), framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{self._layer(number)} is corrupt: {error}.", fix="Delete it, and start again.") from error
+            raise ConfigError(
+                f"{self._layer(number)} is corrupt: {error}.", fix="Delete it, and start again."
+            ) from error
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Something that belongs to no layer, like the calibration text's tokens."""

@@ -44,8 +44,6 @@ POLICIES: tuple[str, ...] = (
     "dynamic",
     "none",
 )  # of scheduling
-POLICIES += tuple(
-    name for name in extensions.names_of(extensions.POLICIES) if name not in POLICIES
-)
+POLICIES += tuple(name for name in extensions.names_of(extensions.POLICIES) if name not in POLICIES)
 INDEXES = ("hash", "radix")  # of prefixes
 ORDERS = ("arrival", "prefix")  # of the queue

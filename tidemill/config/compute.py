@@ -1,4 +1,5 @@
-"""Decisions: the device, and how much a step computes. Each returns a value and the reason for it, and refuses what cannot be."""
+"""Decisions: the device, and how much a step computes. Each returns a value and the reason for it,
+and refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
 def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
     device = options.device
     if device not in ("auto", *DTYPES):
-        raise ConfigError(f"device {device!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
+        raise ConfigError(
+            f"device {device!r} is not available.",
+            fix=f"Choose auto, {', '.join(DTYPES)}.",
+            param="device",
+        )
     if device == "cuda" and not machine.gpu:
         raise ConfigError(
             "device cuda was requested, but torch sees no GPU.",
@@ -33,7 +38,9 @@ def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
     return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
 
 
-def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+def decide_dtype(
+    options: EngineOptions, device: str, model: ModelConfig, machine: Machine
+) -> Decision[str]:
     dtype = one_of("dtype", options.dtype, ("auto", *DTYPES["cpu"], *DTYPES["cuda"]))
     if device == "cuda":
         return "bfloat16", "given" if dtype != "auto" else "the format of the tensor cores"
@@ -44,11 +51,16 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
     if not model.is_quantized:
         return "float32", "the checkpoint is not quantized; sums are exact float32"
     if machine.kernels:
-        return "quantized", f"the checkpoint is quantized; {machine.kernels} kernels multiply 4- and 8-bit weights as they are"
+        return (
+            "quantized",
+            f"the checkpoint is quantized; {machine.kernels} kernels multiply 4- and 8-bit weights as they are",
+        )
     return "float32", f"no compiled kernels: {machine.no_kernels}"
 
 
-def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
+def decide_scheme(
+    options: EngineOptions, device: str, dtype: str, model: ModelConfig
+) -> Decision[str]:
     """Decides how linears hold their weights, a scheme of `quant.METHODS`."""
     scheme = one_of("quantization", options.quantization, ("auto", "none", *QUANTIZATIONS))
     if device != "cuda":
@@ -62,11 +74,18 @@ def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelC
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
-    num_here = max(1, options.tensor_parallel * options.pipeline_parallel - options.remote_workers) * options.data_parallel
+    num_here = (
+        max(1, options.tensor_parallel * options.pipeline_parallel - options.remote_workers)
+        * options.data_parallel
+    )
     threads = options.threads or max(1, machine.num_cores // num_here)
     if not 1 <= threads <= 256:
-        raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
-    cores = "physical cores this process may use" + (f", shared by {num_here} processes" if num_here > 1 else "")
+        raise ConfigError(
+            f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads"
+        )
+    cores = "physical cores this process may use" + (
+        f", shared by {num_here} processes" if num_here > 1 else ""
+    )
     return threads, "given" if options.threads else cores
 
 
@@ -74,11 +93,18 @@ def decide_max_requests(options: EngineOptions, device: str, model: ModelConfig)
     if options.max_requests is not None:
         return at_least("max_requests", options.max_requests, 1), "given"
     if device == "cuda" and model.pooler is not None:
-        return 512, "slots: inputs of two steps, one of which is computed while the next is gathered"
+        return (
+            512,
+            "slots: inputs of two steps, one of which is computed while the next is gathered",
+        )
     most, why = 64, "slots; more would only make each request slower on a CPU"
     if device == "cuda":
         most, why = 256, "slots: the largest CUDA graph batch"
-    if options.token_budget is not None and 1 <= options.token_budget < most and model.pooler is None:
+    if (
+        options.token_budget is not None
+        and 1 <= options.token_budget < most
+        and model.pooler is None
+    ):
         return options.token_budget, "slots: a token of each in a step, with this token budget"
     return most, why
 
@@ -91,9 +117,15 @@ def decide_token_budget(
     if options.token_budget is None:
         default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
         if device == "cuda" and model.num_parameters <= _SMALL and not model.has_states:
-            default, why = 4096, "a small model does not fill the GPU with fewer; short beside a long prompt"
+            default, why = (
+                4096,
+                "a small model does not fill the GPU with fewer; short beside a long prompt",
+            )
         if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
-            default, why = enough, "a step reads every expert: enough for each, and still short beside a long prompt"
+            default, why = (
+                enough,
+                "a step reads every expert: enough for each, and still short beside a long prompt",
+            )
         return max(default, max_requests), f"tokens per step: {why}"
     if at_least("token_budget", options.token_budget, 1) < max_requests:
         raise ConfigError(
@@ -105,19 +137,26 @@ def decide_token_budget(
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:
-    """The number of tokens at which each expert multiplies _ROWS_OF_EXPERT on average: with fewer, its weights are read too
-    often.
+    """The number of tokens at which each expert multiplies _ROWS_OF_EXPERT on average: with fewer,
+    its weights are read too often.
 
-    On an H200, experts of Qwen3-30B-A3B's shape take 0.22 us a token and layer with 2,048 tokens a step, 0.18 with 4,096 and 0.16
-    with 8,192; a step of 8,192 takes about 0.12 s, as long as one of 2,048 through a dense model of 18B."""
-    wanted = max((_ROWS_OF_EXPERT * moe.num_experts // moe.top_k for moe in model.experts if moe), default=0)
+    On an H200, experts of Qwen3-30B-A3B's shape take 0.22 us a token and layer with 2,048 tokens a
+    step, 0.18 with 4,096 and 0.16 with 8,192; a step of 8,192 takes about 0.12 s, as long as one of
+    2,048 through a dense model of 18B."""
+    wanted = max(
+        (_ROWS_OF_EXPERT * moe.num_experts // moe.top_k for moe in model.experts if moe), default=0
+    )
     return min(wanted, _MOST_TOKENS)
 
 
-def _encoder_budget(options: EngineOptions, device: str, max_requests: int, context: int) -> Decision[int]:
+def _encoder_budget(
+    options: EngineOptions, device: str, max_requests: int, context: int
+) -> Decision[int]:
     least = max(context, max_requests)
     if options.token_budget is None:
-        return max(_ENCODER_BUDGETS[device], least), "tokens per step: an encoder computes an input whole"
+        return max(
+            _ENCODER_BUDGETS[device], least
+        ), "tokens per step: an encoder computes an input whole"
     if options.token_budget < least:
         raise ConfigError(
             f"token_budget is {options.token_budget}; an encoder computes an input whole, so it must hold {least} tokens.",
@@ -148,7 +187,10 @@ def decide_step_cost(device: str, has_states: bool) -> Decision[int]:
     if device != "cuda":
         return 0, "a step's tokens are what it costs on a CPU"
     if has_states:
-        return 0, "a prompt that begins beside another cannot start from the state that this one computes"
+        return (
+            0,
+            "a prompt that begins beside another cannot start from the state that this one computes",
+        )
     return 256, "reading the weights takes as long as computing so many tokens"
 
 
@@ -165,7 +207,10 @@ def decide_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
 
 
 def decide_fast_math(options: EngineOptions) -> Decision[bool]:
-    return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
+    return (
+        options.fast_math,
+        "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant",
+    )
 
 
 def decide_nano_batching(options: EngineOptions, features: Collection[str]) -> Decision[str]:
@@ -179,14 +224,23 @@ def decide_max_loras(options: EngineOptions) -> Decision[int]:
     num = len(options.lora_paths)
     if options.max_loras is not None:
         return at_least("max_loras", options.max_loras, 1), "given"
-    return (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")
+    return (
+        (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")
+    )
 
 
 def decide_max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
     rank = options.max_lora_rank or 64
     if not 1 <= rank <= MAX_LORA_RANK:
-        raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
-    return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"
+        raise ConfigError(
+            f"max_lora_rank is {rank}.",
+            fix=f"It must be 1 to {MAX_LORA_RANK}.",
+            param="max_lora_rank",
+        )
+    return (
+        rank if max_loras else 0,
+        "given" if options.max_lora_rank else "enough for most adapters",
+    )
 
 
 def decide_batch_window(options: EngineOptions) -> Decision[float]:
@@ -197,4 +251,6 @@ def decide_batch_window(options: EngineOptions) -> Decision[float]:
     if window_ms is not None and not 0 <= window_ms <= _MAX_WINDOW_MS:
         fix = f"It must be from 0 to {_MAX_WINDOW_MS}."
         raise ConfigError(f"batch_window_ms is {window_ms:g}.", fix=fix, param="batch_window_ms")
-    return (WINDOW_MS if window_ms is None else window_ms) / 1000, "until a batch that is not full starts"
+    return (
+        WINDOW_MS if window_ms is None else window_ms
+    ) / 1000, "until a batch that is not full starts"

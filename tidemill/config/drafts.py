@@ -10,7 +10,9 @@ from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
 
 
-def decide_speculate(options: EngineOptions, features: Collection[str]) -> Decision[tuple[str, ...]]:
+def decide_speculate(
+    options: EngineOptions, features: Collection[str]
+) -> Decision[tuple[str, ...]]:
     names = SPECULATE[one_of("speculate", options.speculate, SPECULATE)]
     why = "drafts are verified where that saves time" if options.speculate == "auto" else "given"
     if options.draft_model is not None and options.speculate == "auto":
@@ -19,7 +21,9 @@ def decide_speculate(options: EngineOptions, features: Collection[str]) -> Decis
     return ((), refusal.why) if refusal else (names, why)
 
 
-def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[int]:
+def decide_max_drafts(
+    options: EngineOptions, device: str, speculate: tuple[str, ...]
+) -> Decision[int]:
     if not speculate:
         return 0, "no drafts"
     if options.max_drafts is None:
@@ -28,7 +32,11 @@ def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str,
             return 16, f"{why}: guesses cost nothing, and a few more tokens of a step little"
         return 8, why
     if not 1 <= options.max_drafts <= 64:
-        raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
+        raise ConfigError(
+            f"max_drafts is {options.max_drafts}.",
+            fix="It must be from 1 to 64.",
+            param="max_drafts",
+        )
     return options.max_drafts, "given"
 
 

@@ -1,4 +1,5 @@
-"""Model families, scheduling policies and drafters of other packages, which declare them as entry points."""
+"""Model families, scheduling policies and drafters of other packages, which declare them as entry
+points."""
 
 from __future__ import annotations
 

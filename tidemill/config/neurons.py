@@ -13,8 +13,8 @@ _UNIT = 64  # neurons: tiles of the kernels are whole
 
 
 class HotNeurons(NamedTuple):
-    """`folder`: says how often neurons are used. `num`: of each layer, those on the GPU. `gates_on_gpu`: so are the gates of the
-    others."""
+    """`folder`: says how often neurons are used. `num`: of each layer, those on the GPU.
+    `gates_on_gpu`: so are the gates of the others."""
 
     folder: str
     num: int
@@ -47,4 +47,6 @@ def decide_hot_neurons(
     num = min(num, model.intermediate_size // _UNIT * _UNIT)
     gates = "their gates are on the GPU" if gates_on_gpu else "their gates, too"
     where = f"{num:,} of the {model.intermediate_size:,} neurons of each layer on the GPU, the most frequent; the others are "
-    return HotNeurons(folder, num, gates_on_gpu), where + f"computed by the CPU from host memory, if not zero ({gates})"
+    return HotNeurons(
+        folder, num, gates_on_gpu
+    ), where + f"computed by the CPU from host memory, if not zero ({gates})"

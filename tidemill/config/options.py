@@ -1,7 +1,7 @@
 """The options of an engine, each declared once.
 
-A field of EngineOptions makes the flag, the key of the config file, the variable TIDEMILL_*, the help
-and the line in docs/reference/options.md.
+A field of EngineOptions makes the flag, the key of the config file, the variable TIDEMILL_*, the
+help and the line in docs/reference/options.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ENGINE, ADAPTERS, SERVING = "Engine", "Adapters", "Serving"  # sections of the h
 def option(default: Any = None, **declared: Any) -> Any:
     """The declaration of an option. `name`: of the flag, where it is not the field's. `section`: in
     the help. `low`, `high`, `choices`, `spellings` (other words for a choice): what it may be.
-    `automatic`: in words, what None stands for. `short`: of a basic option, its help in one line."""
+    `automatic`: in words, what None stands for. `short`: of a basic option, its help in one
+    line."""
     return field(default=default, metadata=declared)
 
 

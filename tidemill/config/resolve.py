@@ -65,7 +65,8 @@ from tidemill.types.kv_policy import UNBOUNDED, KVPolicy
 from tidemill.types.model_config import ModelConfig
 from tidemill.types.sampling import SamplingParams
 
-_DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
+# in the KV cache of a draft model, at most, or one whole context
+_DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ class EngineConfig:
     kv_policies: tuple[str, ...] = ()  # kinds that requests may ask for
     kv_policy: KVPolicy | None = None  # of those that do not ask; None: all tokens stay
     max_stream: int = 0  # tokens of a request whose policy bounds its cache
-    policy_bytes: int = 0  # what KV policies of all requests may keep beside their pages; 0: not limited
+    # what KV policies of all requests may keep beside their pages; 0: not limited
+    policy_bytes: int = 0
     summary_bytes: int = 0  # of the lowest and highest keys of pages, on a GPU
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
@@ -132,7 +134,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
     collectives: str = "auto"
-    gather_tokens: int = 0  # of a step, from which on the layout phased computes it by rows; 0: never
+    # of a step, from which on the layout phased computes it by rows; 0: never
+    gather_tokens: int = 0
     pipeline_parallel: int = 1
     pipeline_layers: tuple[int, ...] = ()  # of each stage
     expert_parallel: bool = False
@@ -150,7 +153,9 @@ class EngineConfig:
     def context_of(self, params: SamplingParams) -> int:
         """Prompt and output of such a request, at most."""
         policy = self.policy_of(params)
-        return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
+        return (
+            self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
+        )
 
     def step_layout(self, num_tokens: int) -> str:
         """The layout of a step of so many tokens, where that is not the same for all."""
@@ -166,9 +171,19 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        host = (self.host_slots + self.export_slots) * self.page_bytes if self.device == "cpu" else 0
+        host = (
+            (self.host_slots + self.export_slots) * self.page_bytes if self.device == "cpu" else 0
+        )
         cache = self.kv_bytes + self.policy_bytes + self.summary_bytes
-        return self.weight_bytes + self.activation_bytes + cache + self.lora_bytes + self.draft_bytes + host + spare
+        return (
+            self.weight_bytes
+            + self.activation_bytes
+            + cache
+            + self.lora_bytes
+            + self.draft_bytes
+            + host
+            + spare
+        )
 
     @property
     def has_tiers(self) -> bool:
@@ -189,7 +204,11 @@ class EngineConfig:
         """Tokens that fit, in requests that fill the whole context where layers have windows."""
         if not any(group.window for group in self.layout.groups):
             return self.num_pages // len(self.layout.groups) * self.page_size
-        return self.num_pages * self.max_context // self.layout.num_pages_for(self.max_context, self.token_budget)
+        return (
+            self.num_pages
+            * self.max_context
+            // self.layout.num_pages_for(self.max_context, self.token_budget)
+        )
 
     @property
     def full_context_requests(self) -> float:
@@ -204,8 +223,9 @@ def resolve(
     draft_model: ModelConfig | None = None,
     stages: Sequence[Collection[int]] = (),
 ) -> EngineConfig:
-    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`. `stages`: of a pipeline,
-    the layers with keys and values that each has."""
+    """Fill every "auto", check every given value, record why. `draft_model`: of
+    `options.draft_model`. `stages`: of a pipeline, the layers with keys and values that each
+    has."""
     reasons: dict[str, str] = {}
 
     def settle(name: str, decision: Decision[T]) -> T:
@@ -216,66 +236,112 @@ def resolve(
     device, dtype, scheme, kv_dtype = setup.device, setup.dtype, setup.scheme, setup.kv_dtype
     features = check_setup(setup)
     kv_layout = settle("kv_layout", decide_kv_layout(options))
-    tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
+    tensor_parallel, pipeline_parallel = settle(
+        "ranks", decide_ranks(options, device, model, machine)
+    )
     tensor_layout = settle("tensor_layout", decide_tensor_layout(options))
     collectives = settle("collectives", decide_collectives(options, device))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
-    token_budget = settle("token_budget", decide_token_budget(options, device, max_requests, context, model))
+    token_budget = settle(
+        "token_budget", decide_token_budget(options, device, max_requests, context, model)
+    )
     speculate = settle("speculate", decide_speculate(options, features))
     max_drafts = settle("max_drafts", decide_max_drafts(options, device, speculate))
     acceptance = settle("acceptance", decide_acceptance(options))
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
-    background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
-    background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
+    background_tokens = settle(
+        "background_tokens", decide_background_tokens(device, token_budget, model)
+    )
+    background_budget = settle(
+        "background_budget", decide_background_budget(device, token_budget, model)
+    )
     step_cost = settle("step_cost", decide_step_cost(device, bool(model.has_states)))
     fast_math = settle("fast_math", decide_fast_math(options))
     max_loras = settle("max_loras", decide_max_loras(options))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
-    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
+    lora_bytes = (
+        max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
+    )
     if kv_layout == "virtual":
-        of_page, of_layout = decide_virtual(options, device, model, kv_dtype, max_requests * context)
+        of_page, of_layout = decide_virtual(
+            options, device, model, kv_dtype, max_requests * context
+        )
         page_size, layout = settle("page_size", of_page), settle("layout", of_layout)
     else:
         page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
         layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
     memory = measure(
-        options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
+        options,
+        device,
+        dtype,
+        scheme,
+        kv_dtype,
+        page_size,
+        layout,
+        context,
+        max_draws,
+        token_budget,
+        model,
+        machine,
     )
     num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
-    weight_memory = settle("weight_memory", decide_weight_memory(options, device, all_bytes, model, machine))
-    hot_neurons = settle("hot_neurons", decide_hot_neurons(options, all_bytes, weight_memory, model))
+    weight_memory = settle(
+        "weight_memory", decide_weight_memory(options, device, all_bytes, model, machine)
+    )
+    hot_neurons = settle(
+        "hot_neurons", decide_hot_neurons(options, all_bytes, weight_memory, model)
+    )
     weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
     contextual_sparsity = settle("contextual_sparsity", decide_contextual_sparsity(options))
     if weight_memory:
         memory = replace(memory, weight_bytes=weight_memory)
     else:
         features -= {"weight-memory"}
-    draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
+    draft = _draft(
+        options, speculate, draft_model, machine, device, context, max_requests, token_budget
+    )
     kv_policies = settle("kv_policies", decide_kv_policies(features))
     of_pages, of_rows = beside_a_page(kv_policies, device, page_size, layout.layers_per_page, model)
     memory = replace(
         memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft), beside_page_bytes=of_pages + of_rows
     )  # fmt: skip
-    held = max([layout.only(layers) for layers in stages] or [layout], key=lambda part: part.layers_per_page)
+    held = max(
+        [layout.only(layers) for layers in stages] or [layout],
+        key=lambda part: part.layers_per_page,
+    )
     of_rank = replace(memory, page_bytes=bytes_of_page(model, kv_dtype, page_size, held))
-    if options.kv_memory_bytes is not None:  # of each rank; what is left of a machine, its stages share
+    # of each rank; what is left of a machine, its stages share
+    if options.kv_memory_bytes is not None:
         memory = of_rank
     most_pages = max_requests * memory.num_pages_for(context)
-    if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
+    # a step's, each sequence's last page partly filled and one kept back
+    if model.pooler is not None:
         most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
     kv_bytes = settle("kv_bytes", decide_kv_bytes(options, memory, most_pages))
-    context = settle("max_context", decide_possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
-    num_pages = settle("num_pages", decide_num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
+    context = settle(
+        "max_context",
+        decide_possible_context(options, context, reasons["max_context"], kv_bytes, memory, model),
+    )
+    num_pages = settle(
+        "num_pages",
+        decide_num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)),
+    )
     reasons["policy"] = "scheduling policy"
     batch_window_s = settle("batch_window_s", decide_batch_window(options))
-    reasons["evict"] = "running requests may be preempted" if options.evict else "only what can run to its end is admitted"
+    reasons["evict"] = (
+        "running requests may be preempted"
+        if options.evict
+        else "only what can run to its end is admitted"
+    )
     prefix_caching = settle("prefix_caching", decide_prefix_caching(options, features))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options))
     max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
-    session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
+    session_retention_s = settle(
+        "session_retention_s", decide_session_retention(options, max_pinned)
+    )
     kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
     host_slots = export_slots = 0
     kv_export, kv_import = "", tuple[str, ...]()
@@ -284,8 +350,12 @@ def resolve(
     else:
         used = num_pages * of_rank.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, machine))
-        taken = host_slots * of_rank.page_bytes + (0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used)
-        kv_export, export_slots = settle("kv_export", decide_export(options, of_rank, taken, machine, num_ranks))
+        taken = host_slots * of_rank.page_bytes + (
+            0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used
+        )
+        kv_export, export_slots = settle(
+            "kv_export", decide_export(options, of_rank, taken, machine, num_ranks)
+        )
         kv_import = settle("kv_import", decide_import(options, num_ranks))
     kv_policy = settle("kv_policy", decide_kv_policy(options, features, context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
@@ -327,7 +397,9 @@ def resolve(
         kv_policies=kv_policies,
         kv_policy=kv_policy,
         max_stream=max_stream,
-        policy_bytes=settle("policy_bytes", decide_policy_bytes(kv_policies, device, num_pages * of_rows)),
+        policy_bytes=settle(
+            "policy_bytes", decide_policy_bytes(kv_policies, device, num_pages * of_rows)
+        ),
         summary_bytes=num_pages * of_pages,
         max_draws=max_draws,
         max_loras=max_loras,
@@ -360,7 +432,10 @@ def resolve(
 
 
 def set_up(
-    options: EngineOptions, model: ModelConfig, machine: Machine, reasons: dict[str, str] | None = None
+    options: EngineOptions,
+    model: ModelConfig,
+    machine: Machine,
+    reasons: dict[str, str] | None = None,
 ) -> Setup:
     """Decides the device and formats, which the capability table asks for."""
     device, why_device = decide_device(options, machine)
@@ -370,7 +445,13 @@ def set_up(
     if reasons is not None:
         reasons.update(device=why_device, dtype=why_dtype, scheme=why_scheme, kv_dtype=why_kv_dtype)
     return Setup(
-        options=options, model=model, machine=machine, device=device, dtype=dtype, scheme=scheme, kv_dtype=kv_dtype
+        options=options,
+        model=model,
+        machine=machine,
+        device=device,
+        dtype=dtype,
+        scheme=scheme,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -378,13 +459,16 @@ def _draft(
     options: EngineOptions, speculate: tuple[str, ...], model: ModelConfig | None, machine: Machine,
     device: str, context: int, max_requests: int, token_budget: int,
 ) -> EngineConfig | None:  # fmt: skip
-    """The draft model's own settings: as many rows and tokens a step as the target has, and a small KV cache."""
+    """The draft model's own settings: as many rows and tokens a step as the target has, and a small
+    KV cache."""
     if "draft-model" not in speculate or options.draft_model is None:
         return None
     if model is None:
         raise ConfigError("The draft model's shape is not known.", param="draft_model")
     name = options.draft_model
-    if refusal := why_not("speculation", in_use(set_up(EngineOptions(device=device), model, machine))):
+    if refusal := why_not(
+        "speculation", in_use(set_up(EngineOptions(device=device), model, machine))
+    ):
         what = f"{name} cannot be a draft model: {refusal.why}."
         raise ConfigError(what, fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
@@ -399,9 +483,17 @@ def _draft(
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         tensor_layout="1d", pipeline_layers=None, remote_workers=0, collectives="auto",
     )  # fmt: skip
-    kv_dtype = decide_kv_dtype(draft_options, decide_dtype(draft_options, device, model, machine)[0], device, model)[0]
-    num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
-    return resolve(replace(draft_options, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
+    kv_dtype = decide_kv_dtype(
+        draft_options, decide_dtype(draft_options, device, model, machine)[0], device, model
+    )[0]
+    num_tokens = max(
+        model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device])
+    )
+    return resolve(
+        replace(draft_options, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)),
+        model,
+        machine,
+    )
 
 
 def _draft_bytes(draft: EngineConfig | None) -> int:
@@ -409,8 +501,8 @@ def _draft_bytes(draft: EngineConfig | None) -> int:
 
 
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
-    """The options that the first start resolved, for the next ones: memory that is taken for a moment must not make them
-    smaller."""
+    """The options that the first start resolved, for the next ones: memory that is taken for a
+    moment must not make them smaller."""
     return replace(
         options,
         device=config.device,
@@ -421,7 +513,9 @@ def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
         token_budget=config.token_budget,
         kv_memory_bytes=config.kv_bytes,
         threads=config.threads,
-        pipeline_layers=",".join(map(str, config.pipeline_layers)) if config.pipeline_parallel > 1 else None,
+        pipeline_layers=",".join(map(str, config.pipeline_layers))
+        if config.pipeline_parallel > 1
+        else None,
         max_loras=config.max_loras or None,
         max_lora_rank=config.max_lora_rank or None,
     )

@@ -13,7 +13,11 @@ MIB = 2**20
 def fmt_bytes(num_bytes: float) -> str:
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
         if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}" if unit == "GiB" else f"{num_bytes / size:.0f} {unit}"
+            return (
+                f"{num_bytes / size:.2f} {unit}"
+                if unit == "GiB"
+                else f"{num_bytes / size:.0f} {unit}"
+            )
     return f"{num_bytes:.0f} B"
 
 

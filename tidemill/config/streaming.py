@@ -19,12 +19,16 @@ _SURELY = 0.75  # of the least that is estimated: below it, nothing is read befo
 def decide_weight_memory(
     options: EngineOptions, device: str, total: int, model: ModelConfig, machine: Machine
 ) -> Decision[int]:
-    """Bytes of weights in memory while the others are streamed; 0: all are in memory. `total`: bytes of all."""
+    """Bytes of weights in memory while the others are streamed; 0: all are in memory. `total`:
+    bytes of all."""
     budget = options.weight_memory_bytes
     if budget is None:
         return 0, "all weights are in memory"
     if budget >= total:
-        return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(budget)} of --weight-memory"
+        return (
+            0,
+            f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(budget)} of --weight-memory",
+        )
     least = least_weight_memory(model, total)
     if model.stored and budget < _SURELY * least and options.hot_neurons is None:
         raise ConfigError(
@@ -46,24 +50,42 @@ def decide_weight_memory(
         )
     if options.hot_neurons is not None:
         return budget, f"of {fmt_bytes(total)}; neurons that do not fit are in host memory"
-    return budget, f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed"
+    return (
+        budget,
+        f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed",
+    )
 
 
 def least_weight_memory(model: ModelConfig, total: int) -> int:
-    """The least weight memory, estimated: tables, and two layers or all but the other layers' experts."""
+    """The least weight memory, estimated: tables, and two layers or all but the other layers'
+    experts."""
     each = total / max(1, model.num_parameters)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    experts = [3 * model.hidden_size * moe.expert_size * moe.num_experts for moe in model.experts if moe]
+    experts = [
+        3 * model.hidden_size * moe.expert_size * moe.num_experts for moe in model.experts if moe
+    ]
     if experts:
         return int(each * (model.num_parameters - sum(experts) + max(experts)))
     return int(each * (tables + 2 * (model.num_parameters - tables) / model.num_layers))
 
 
-def streams_neurons(model: ModelConfig, scheme: str, max_loras: int, total: int, budget: int) -> bool:
-    """Tells if feed-forwards are streamed by the neurons that are not zero: their gates are ReLUs, and all else fits."""
-    if model.act != "relu" or not model.is_gated or any(model.experts) or scheme != "dense" or max_loras:
+def streams_neurons(
+    model: ModelConfig, scheme: str, max_loras: int, total: int, budget: int
+) -> bool:
+    """Tells if feed-forwards are streamed by the neurons that are not zero: their gates are ReLUs,
+    and all else fits."""
+    if (
+        model.act != "relu"
+        or not model.is_gated
+        or any(model.experts)
+        or scheme != "dense"
+        or max_loras
+    ):
         return False
-    each, neurons = total / max(1, model.num_parameters), 2 * model.hidden_size * model.intermediate_size
+    each, neurons = (
+        total / max(1, model.num_parameters),
+        2 * model.hidden_size * model.intermediate_size,
+    )
     page = -(-2 * int(each) * model.hidden_size // _PAGE) * _PAGE
     return budget >= total - each * neurons * model.num_layers + page * model.intermediate_size
 

@@ -23,7 +23,9 @@ def decide_disk(options: EngineOptions) -> Decision[tuple[str, int]]:
         quota = 0
     if not path or not quota:
         raise ConfigError(
-            f"kv_disk is {options.kv_disk!r}.", fix="Write PATH:SIZE, such as /var/cache/tidemill:20G.", param="kv_disk"
+            f"kv_disk is {options.kv_disk!r}.",
+            fix="Write PATH:SIZE, such as /var/cache/tidemill:20G.",
+            param="kv_disk",
         )
     return (path, quota), "cached pages that leave host memory stay on disk, also over a restart"
 
@@ -51,7 +53,8 @@ def decide_host_slots(
         raise ConfigError(
             f"{fmt_bytes(num_slots * page_bytes)} of host memory behind the KV cache are more than the "
             f"{fmt_bytes(max(0, machine.available_bytes - used))} that are left.",
-            fix="Give less with --kv-host-memory" + ("." if memory.gpu else ", or less with --kv-memory."),
+            fix="Give less with --kv-host-memory"
+            + ("." if memory.gpu else ", or less with --kv-memory."),
             param=param,
         )
     return num_slots, f"{why}, {fmt_bytes(page_bytes)} each"

@@ -43,32 +43,47 @@ def parse_address(text: str, param: str) -> TransferAddress:
     elif is_known:
         is_known = parts[1].isdecimal() and 0 < int(parts[1]) < 65536
     if not is_known:
-        size = "[:SIZE], like shm:prefill:2G" if param == "kv_export" else ", several with commas between them"
+        size = (
+            "[:SIZE], like shm:prefill:2G"
+            if param == "kv_export"
+            else ", several with commas between them"
+        )
         raise ConfigError(f"{param} is {text!r}.", fix=f"Write {_FORMS}{size}.", param=param)
     try:
         num_bytes = parse_bytes(parts[num]) if len(parts) > num else 0
     except ConfigError as error:
-        raise ConfigError(f"{param} is {text!r}: {error.message}", fix=error.fix, param=param) from error
+        raise ConfigError(
+            f"{param} is {text!r}: {error.message}", fix=error.fix, param=param
+        ) from error
     return TransferAddress(kind, parts[0], int(parts[1]) if num == 2 else 0, num_bytes)
 
 
 def numbered(export: str | None, number: int, num_ranks: int) -> str | None:
-    """The address of one of several engines: each has a name, or a port for each rank, of its own. That of the first is the one
-    given."""
+    """The address of one of several engines: each has a name, or a port for each rank, of its own.
+    That of the first is the one given."""
     if export is None or not number:
         return export
     at = parse_address(export, "kv_export")
-    mine = f"{at.kind}:{at.name}-{number}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + number * num_ranks}"
+    mine = (
+        f"{at.kind}:{at.name}-{number}"
+        if at.kind == "shm"
+        else f"{at.kind}:{at.name}:{at.port + number * num_ranks}"
+    )
     return f"{mine}:{at.num_bytes}" if at.num_bytes else mine
 
 
 def rank_address(address: str, rank: int) -> str:
-    """The address of a rank. Of several ranks of an engine, each exchanges its own parts of pages: the first at the address
-    given, the others under names of their own, or at the ports that follow."""
+    """The address of a rank. Of several ranks of an engine, each exchanges its own parts of pages:
+    the first at the address given, the others under names of their own, or at the ports that
+    follow."""
     at = parse_address(address, "kv_export")
     if not rank:
         return address
-    return f"{at.kind}:{at.name}_rank{rank}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + rank}"
+    return (
+        f"{at.kind}:{at.name}_rank{rank}"
+        if at.kind == "shm"
+        else f"{at.kind}:{at.name}:{at.port + rank}"
+    )
 
 
 def decide_export(
@@ -82,7 +97,11 @@ def decide_export(
     num_bytes, page_bytes = address.num_bytes or _DEFAULT_BYTES, memory.page_bytes
     num_slots = min(num_bytes // page_bytes, _MAX_SLOTS)
     has_roles = options.has_roles  # then the address is not the user's
-    like, param = ("--kv-transfer-memory 1G", "kv_transfer_bytes") if has_roles else (f"{address}:1G", "kv_export")
+    like, param = (
+        ("--kv-transfer-memory 1G", "kv_transfer_bytes")
+        if has_roles
+        else (f"{address}:1G", "kv_export")
+    )
     if num_slots < _MIN_SLOTS:
         raise ConfigError(
             f"{fmt_bytes(num_bytes)} for exported pages hold {num_slots} pages of {fmt_bytes(page_bytes)}.",
@@ -96,7 +115,10 @@ def decide_export(
             fix=f"Give less with {'--kv-transfer-memory' if has_roles else '--kv-export'}, --kv-host-memory or --kv-memory.",
             param=param,
         )
-    return (str(address), num_slots), f"{num_slots} pages of {fmt_bytes(page_bytes)} are there for other engines to fetch"
+    return (
+        str(address),
+        num_slots,
+    ), f"{num_slots} pages of {fmt_bytes(page_bytes)} are there for other engines to fetch"
 
 
 def decide_import(options: EngineOptions, num_ranks: int) -> Decision[tuple[str, ...]]:
@@ -107,21 +129,40 @@ def decide_import(options: EngineOptions, num_ranks: int) -> Decision[tuple[str,
     names = [str(address) for address in addresses]
     if len(set(names)) < len(names) or len(names) > _MAX_PEERS:
         fix = f"Give each engine once, and at most {_MAX_PEERS}."
-        raise ConfigError(f"kv_import names {len(names)} engines, {len(set(names))} different ones.", fix=fix, param="kv_import")
-    if options.kv_export is not None and str(parse_address(options.kv_export, "kv_export")) in names:
-        raise ConfigError("kv_import names the address of kv_export.", fix="Leave one of them out.", param="kv_import")
+        raise ConfigError(
+            f"kv_import names {len(names)} engines, {len(set(names))} different ones.",
+            fix=fix,
+            param="kv_import",
+        )
+    if (
+        options.kv_export is not None
+        and str(parse_address(options.kv_export, "kv_export")) in names
+    ):
+        raise ConfigError(
+            "kv_import names the address of kv_export.",
+            fix="Leave one of them out.",
+            param="kv_import",
+        )
     _check(options, "kv_import", addresses, num_ranks)
-    return tuple(names), "pages that other engines have computed are fetched where that is faster than computing them"
+    return tuple(
+        names
+    ), "pages that other engines have computed are fetched where that is faster than computing them"
 
 
-def _check(options: EngineOptions, name: str, addresses: list[TransferAddress], num_ranks: int) -> None:
+def _check(
+    options: EngineOptions, name: str, addresses: list[TransferAddress], num_ranks: int
+) -> None:
     if options.kv_key_file is None and any(address.kind != "shm" for address in addresses):
         raise ConfigError(
             f"{name} between hosts needs a key that both engines have.",
             fix="Make one with: openssl rand -hex 32 > FILE, and give it to both with --kv-key-file FILE.",
             param="kv_key_file",
         )
-    own = [parse_address(options.kv_export, "kv_export")] if name == "kv_import" and options.kv_export is not None else []
+    own = (
+        [parse_address(options.kv_export, "kv_export")]
+        if name == "kv_import" and options.kv_export is not None
+        else []
+    )
     doors = sorted((address.name, address.port) for address in (*addresses, *own) if address.port)
     for (host, port), following in pairwise([*doors, ("", 0)]):
         end = port + num_ranks  # each rank has a port

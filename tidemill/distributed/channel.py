@@ -1,6 +1,8 @@
-"""Channel: messages between two processes of a group, over a Unix socket on one host and TCP between hosts.
+"""Channel: messages between two processes of a group, over a Unix socket on one host and TCP
+between hosts.
 
-Both ends prove first that they know the key of the group (HMAC, as multiprocessing does it). Bytes only: there is no pickle.
+Both ends prove first that they know the key of the group (HMAC, as multiprocessing does it). Bytes
+only: there is no pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MAX_BYTES = 2**30  # of a message
 _HANDSHAKE_S = 10.0
 _PAUSE_S = 0.05  # if nobody can be let in
 _LOOK_MS = 1000
-_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # without the first, only once both ends are closed
+# without the first, only once both ends are closed
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 Address = str | tuple[str, int]  # a path, or host and port
 
 
@@ -130,7 +133,9 @@ class Door:
         except OSError as error:
             self._socket.close()
             fix = "Choose another port, or an address of this host."
-            raise ConfigError(f"Cannot listen on {_words(address)}: {error.strerror or error}.", fix=fix) from error
+            raise ConfigError(
+                f"Cannot listen on {_words(address)}: {error.strerror or error}.", fix=fix
+            ) from error
         finally:
             os.umask(umask)
 
@@ -157,8 +162,11 @@ class Door:
             time.sleep(_PAUSE_S)
             return None
 
-    def prove(self, accepted: socket.socket, peer: str, within_s: float | None = None) -> Channel | None:
-        """None: it does not know the key. The socket remains the caller's, who may shut it down meanwhile."""
+    def prove(
+        self, accepted: socket.socket, peer: str, within_s: float | None = None
+    ) -> Channel | None:
+        """None: it does not know the key. The socket remains the caller's, who may shut it down
+        meanwhile."""
         try:
             return _proven(accepted, self._key, peer, is_door=True, within_s=within_s)
         except (AuthenticationError, EOFError, OSError):
@@ -181,7 +189,9 @@ def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel
                 own.connect(address)
                 return _proven(own, key, peer, is_door=False)
         except AuthenticationError as error:
-            raise ConfigError(f"{peer} has another key.", fix="Give all workers the same key.") from error
+            raise ConfigError(
+                f"{peer} has another key.", fix="Give all workers the same key."
+            ) from error
         except (OSError, EOFError) as error:
             why = getattr(error, "strerror", "") or "nobody answers"
         if time.monotonic() > until:
@@ -199,7 +209,9 @@ def _is_gone(handle: int, wait_ms: int) -> bool:
 
 def _limit(own: socket.socket, seconds: float) -> None:
     for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        own.setsockopt(socket.SOL_SOCKET, name, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+        own.setsockopt(
+            socket.SOL_SOCKET, name, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        )
 
 
 def _family(address: Address) -> socket.AddressFamily:
@@ -210,19 +222,28 @@ def _words(address: Address) -> str:
     return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
-def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool, within_s: float | None = None) -> Channel:
-    """Once both ends have shown that they know the key, within a few seconds. The channel has a socket of its own."""
+def _proven(
+    own: socket.socket, key: bytes, peer: str, is_door: bool, within_s: float | None = None
+) -> Channel:
+    """Once both ends have shown that they know the key, within a few seconds. The channel has a
+    socket of its own."""
     own.setblocking(True)
     if own.family != socket.AF_UNIX:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages do not wait for an acknowledgement
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that lost its power or its network says nothing
+        # small messages do not wait for an acknowledgement
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # a host that lost its power or its network says nothing
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection = Connection(os.dup(own.fileno()))
     try:
         with _cut_after(own, _HANDSHAKE_S if within_s is None else within_s):
-            for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
+            for prove in (
+                (deliver_challenge, answer_challenge)
+                if is_door
+                else (answer_challenge, deliver_challenge)
+            ):
                 prove(connection, key)
     except BaseException:
         connection.close()

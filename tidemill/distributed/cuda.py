@@ -1,4 +1,5 @@
-"""CudaGroup: ranks whose GPUs read each other's memory directly, or that share a GPU. What is on the host goes another way."""
+"""CudaGroup: ranks whose GPUs read each other's memory directly, or that share a GPU. What is on
+the host goes another way."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ _ANY_TURN = 2**30  # in both halves of a count: later than any
 
 class CudaGroup(OverHost):
     def __init__(self, host: Group) -> None:
-        from tidemill.kernels.cuda.collectives import MOST_PROGRAMS, Exchange, flags_offset, memory_bytes
+        from tidemill.kernels.cuda.collectives import (
+            MOST_PROGRAMS,
+            Exchange,
+            flags_offset,
+            memory_bytes,
+        )
         from tidemill.kernels.cuda.virtual_memory import Driver
 
         super().__init__(host)
@@ -21,8 +27,13 @@ class CudaGroup(OverHost):
         self._driver, self._rescue = driver, torch.cuda.Stream()
         own, handle = driver.allocate_shared(memory_bytes(self.size))
         handles = [host.broadcast_bytes(handle, source) for source in range(self.size)]
-        table = [own if rank == self.rank else driver.open_shared(theirs) for rank, theirs in enumerate(handles)]
-        self._exchange = Exchange(self.rank, self.size, torch.tensor(table, dtype=torch.int64, device="cuda"))
+        table = [
+            own if rank == self.rank else driver.open_shared(theirs)
+            for rank, theirs in enumerate(handles)
+        ]
+        self._exchange = Exchange(
+            self.rank, self.size, torch.tensor(table, dtype=torch.int64, device="cuda")
+        )
         self._flags, self._num_words = own + flags_offset(), 2 * MOST_PROGRAMS * self.size
         host.barrier()
 
@@ -39,7 +50,9 @@ class CudaGroup(OverHost):
         with in_order("collective"):
             return self._exchange.all_reduce(x_TN)
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         sizes = sizes or [x.shape[dim]] * self.size
         if dim % 2:
             return self._exchange.all_gather(x, sizes)

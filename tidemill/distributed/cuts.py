@@ -1,8 +1,10 @@
-"""The cuts of a model for tensor parallelism: which heads, channels, columns and rows a rank has. Ints only.
+"""The cuts of a model for tensor parallelism: which heads, channels, columns and rows a rank has.
+Ints only.
 
-Heads stay whole. Where there are at least as many groups of heads (KV heads, groups of a state) as ranks, a rank has whole
-groups, some ranks one more than others. Where there are fewer, a group's key and value are on several ranks, which share out its
-query heads. The feed-forward evens out what that makes unequal: ranks with fewer heads have more of its columns.
+Heads stay whole. Where there are at least as many groups of heads (KV heads, groups of a state) as
+ranks, a rank has whole groups, some ranks one more than others. Where there are fewer, a group's
+key and value are on several ranks, which share out its query heads. The feed-forward evens out what
+that makes unequal: ranks with fewer heads have more of its columns.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Cut:
 
     def times(self, values: int) -> Cut:
         """The cut of things that have so many values each."""
-        return Cut(self.whole * values, tuple(range(run.start * values, run.stop * values) for run in self.runs))
+        return Cut(
+            self.whole * values,
+            tuple(range(run.start * values, run.stop * values) for run in self.runs),
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -72,7 +77,8 @@ def even(whole: int, shard: Shard, unit: int = 1) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A rank's heads, and the groups (KV heads) that they belong to. `is_first`: no rank before it has the same group."""
+    """A rank's heads, and the groups (KV heads) that they belong to. `is_first`: no rank before it
+    has the same group."""
 
     heads: Cut
     groups: Cut
@@ -95,7 +101,9 @@ def share_heads(num_heads: int, num_groups: int, shard: Shard) -> Heads:
         )
     begin = group * per_group
     return Heads(
-        Cut(num_heads, (range(begin + heads.start, begin + heads.stop),)), Cut(num_groups, (range(group, group + 1),)), at == 0
+        Cut(num_heads, (range(begin + heads.start, begin + heads.stop),)),
+        Cut(num_groups, (range(group, group + 1),)),
+        at == 0,
     )
 
 
@@ -105,7 +113,9 @@ def heads_of(spec: LayerSpec, shard: Shard) -> Heads:
 
 def mixer_values(config: ModelConfig, layer: int, shard: Shard) -> int:
     """Weights of a layer's attention, or of what it has instead, on this rank."""
-    return rank_spec(config.layers[layer], shard).num_parameters(config.hidden_size, config.gated_attention)
+    return rank_spec(config.layers[layer], shard).num_parameters(
+        config.hidden_size, config.gated_attention
+    )
 
 
 def feed_forward_cut(config: ModelConfig, layer: int, shard: Shard) -> Cut:
@@ -118,7 +128,9 @@ def expert_cut(config: ModelConfig, layer: int, shard: Shard) -> Cut:
     """Columns of each expert."""
     spec = config.moe(layer)
     assert spec is not None
-    return _balanced(config, layer, shard, spec.expert_size, 3 * config.hidden_size * spec.num_experts)
+    return _balanced(
+        config, layer, shard, spec.expert_size, 3 * config.hidden_size * spec.num_experts
+    )
 
 
 def shared_cut(config: ModelConfig, spec: MoESpec, shard: Shard) -> Cut:
@@ -128,7 +140,11 @@ def shared_cut(config: ModelConfig, spec: MoESpec, shard: Shard) -> Cut:
 
 def unit_of(num: int, size: int, is_quantized: bool) -> int:
     """Columns that stay together: as many as leave every rank with enough units."""
-    units = [unit for unit in _UNITS if num % unit == 0 and (not is_quantized or unit >= _SMALLEST_QUANTIZED)]
+    units = [
+        unit
+        for unit in _UNITS
+        if num % unit == 0 and (not is_quantized or unit >= _SMALLEST_QUANTIZED)
+    ]
     return next((unit for unit in units if num // unit >= _FINE * size), units[-1] if units else 1)
 
 
@@ -146,7 +162,8 @@ def _balanced(config: ModelConfig, layer: int, shard: Shard, num: int, per_colum
 
 
 def shares(num: int, unit: int, per_column: int, others: Sequence[int]) -> list[int]:
-    """The beginning and end of the ranks' columns, so that each holds as much as others, with what it has besides."""
+    """The beginning and end of the ranks' columns, so that each holds as much as others, with what
+    it has besides."""
     size, total, ends, before = len(others), sum(others) + num * per_column, [0], 0
     for rank, other in enumerate(others[:-1]):
         before += other
@@ -163,13 +180,21 @@ def rank_spec(spec: LayerSpec, shard: Shard) -> LayerSpec:
 
 
 def rank_config(config: ModelConfig, shard: Shard, expert_parallel: bool = False) -> ModelConfig:
-    """The model as this rank has it: its heads make its cache. The vocabulary stays whole, since logits are gathered."""
+    """The model as this rank has it: its heads make its cache. The vocabulary stays whole, since
+    logits are gathered."""
     if shard.size == 1:
         return config
     if config.pooler is not None:
-        raise ConfigError("Encoders cannot be cut for tensor parallelism.", fix="Use --data-parallel.")
-    if expert_parallel and any(spec is not None and spec.num_experts < shard.size for spec in config.experts):
-        raise ConfigError("There are more ranks than experts.", fix="Use fewer ranks, or leave --expert-parallel out.")
+        raise ConfigError(
+            "Encoders cannot be cut for tensor parallelism.", fix="Use --data-parallel."
+        )
+    if expert_parallel and any(
+        spec is not None and spec.num_experts < shard.size for spec in config.experts
+    ):
+        raise ConfigError(
+            "There are more ranks than experts.",
+            fix="Use fewer ranks, or leave --expert-parallel out.",
+        )
     layers = tuple(rank_spec(spec, shard) for spec in config.layers)
     if config.has_states:
         _check_alike(config, shard)
@@ -178,9 +203,20 @@ def rank_config(config: ModelConfig, shard: Shard, expert_parallel: bool = False
         for layer, spec in enumerate(config.experts)
     )
     dense = [layer for layer in range(config.num_layers) if config.moe(layer) is None]
-    inner = feed_forward_cut(config, dense[0], shard).num if dense and config.intermediate_size else config.intermediate_size
+    inner = (
+        feed_forward_cut(config, dense[0], shard).num
+        if dense and config.intermediate_size
+        else config.intermediate_size
+    )
     stored = {kind: -(-num // shard.size) for kind, num in config.stored.items()}
-    return replace(config, layers=layers, experts=experts, intermediate_size=inner, stored=stored, num_ranks=shard.size)
+    return replace(
+        config,
+        layers=layers,
+        experts=experts,
+        intermediate_size=inner,
+        stored=stored,
+        num_ranks=shard.size,
+    )
 
 
 def part_config(config: ModelConfig, part: Part, expert_parallel: bool = False) -> ModelConfig:
@@ -192,15 +228,24 @@ def part_config(config: ModelConfig, part: Part, expert_parallel: bool = False) 
     if config.pooler is not None:
         raise ConfigError("Encoders cannot be divided among ranks.", fix="Use --data-parallel.")
     size, num_layers = part.rows.size, config.num_layers
-    layers = config.layers if config.has_states else tuple(rank_spec(spec, part.rows) for spec in config.layers)
-    stored = {kind: min(num, -(-num // size) + 2 * num // num_layers) for kind, num in config.stored.items()}
+    layers = (
+        config.layers
+        if config.has_states
+        else tuple(rank_spec(spec, part.rows) for spec in config.layers)
+    )
+    stored = {
+        kind: min(num, -(-num // size) + 2 * num // num_layers)
+        for kind, num in config.stored.items()
+    }
     return replace(config, layers=layers, stored=stored)
 
 
 def _check_alike(config: ModelConfig, shard: Shard) -> None:
     """Pages of states are planned for all ranks at once: they must have the same sizes everywhere."""
     for spec in dict.fromkeys(config.layers):
-        own = {rank_spec(spec, Shard(rank, shard.size)).but(first_head=0) for rank in range(shard.size)}
+        own = {
+            rank_spec(spec, Shard(rank, shard.size)).but(first_head=0) for rank in range(shard.size)
+        }
         if len(own) > 1:
             raise ConfigError(
                 f"{spec.num_heads} heads of a model that has states cannot be shared out evenly among {shard.size} ranks.",
@@ -208,7 +253,9 @@ def _check_alike(config: ModelConfig, shard: Shard) -> None:
             )
 
 
-def _rank_experts(config: ModelConfig, layer: int, spec: MoESpec, shard: Shard, expert_parallel: bool) -> MoESpec:
+def _rank_experts(
+    config: ModelConfig, layer: int, spec: MoESpec, shard: Shard, expert_parallel: bool
+) -> MoESpec:
     shared = shared_cut(config, spec, shard).num if spec.shared_size else 0
     if expert_parallel:
         return replace(spec, shared_size=shared, num_held=len(shard.range(spec.num_experts)))

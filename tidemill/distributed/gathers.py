@@ -1,7 +1,8 @@
-"""GatherGroup: ranks whose devices are joined by a library that copies (NCCL; in tests gloo), also between hosts.
+"""GatherGroup: ranks whose devices are joined by a library that copies (NCCL; in tests gloo), also
+between hosts.
 
-The library only copies, which is exact. Sums are computed here, in the order of ranks and by the same operations as in the other
-groups: bits do not depend on how the library would have added.
+The library only copies, which is exact. Sums are computed here, in the order of ranks and by the
+same operations as in the other groups: bits do not depend on how the library would have added.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tidemill.kernels.cuda.lanes import in_order
 
 _LARGE_BYTES = 2**18  # where the time of a message begins to be that of its bytes
 _LOOK_S = 0.5
-_PATIENCE_S = 3.0  # after an error of the library: a process that ended, if that is why, is the better reason
+# after an error of the library: a process that ended, if that is why, is the better reason
+_PATIENCE_S = 3.0
 
 
 class Wire(Protocol):
@@ -30,12 +32,13 @@ class Wire(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """`out`: what all ranks have, one after the other. In the order of other work on the device."""
+        """`out`: what all ranks have, one after the other. In the order of other work on the
+        device."""
         ...
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchanges parts: of as many equal parts as there are ranks, part r goes to rank r; `out`: what came from each.
-        Ordered as above."""
+        """Exchanges parts: of as many equal parts as there are ranks, part r goes to rank r; `out`:
+        what came from each. Ordered as above."""
         ...
 
     def end(self) -> None:
@@ -44,12 +47,16 @@ class Wire(Protocol):
 
 
 class GatherGroup(OverHost):
-    """Until `begin`, only steps that are captured in CUDA graphs call the library, and capturing waits for nobody: ranks load
-    kernels and allocate memory in their own time. A graph that is replayed before it (trials of nano-batching) does wait for the
-    others, which replay the same ones in the same order."""
+    """Until `begin`, only steps that are captured in CUDA graphs call the library, and capturing
+    waits for nobody: ranks load kernels and allocate memory in their own time. A graph that is
+    replayed before it (trials of nano-batching) does wait for the others, which replay the same
+    ones in the same order."""
 
-    def __init__(self, host: Group, wire: Wire, on_error: Callable[[WorkerLost], None] = lambda error: None) -> None:
-        """`host`: of the same ranks. `on_error`: is told, from a thread, if the library fails while all ranks live."""
+    def __init__(
+        self, host: Group, wire: Wire, on_error: Callable[[WorkerLost], None] = lambda error: None
+    ) -> None:
+        """`host`: of the same ranks. `on_error`: is told, from a thread, if the library fails while
+        all ranks live."""
         super().__init__(host)
         self._wire = wire
         self._on_error, self._ended, self._has_begun = on_error, threading.Event(), False
@@ -62,8 +69,9 @@ class GatherGroup(OverHost):
         self._has_begun = True
 
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """Small: every rank adds everything. Large, of more than two ranks: each adds a part, which it then shows to all, so
-        that 2 / ranks of the bytes are sent. Either way a value is the same sum."""
+        """Small: every rank adds everything. Large, of more than two ranks: each adds a part, which
+        it then shows to all, so that 2 / ranks of the bytes are sent. Either way a value is the
+        same sum."""
         with in_order("collective"):
             if self.size == 2 or x_TN.nbytes < _LARGE_BYTES:
                 return _add(self._gather(x_TN, x_TN.numel()), x_TN)
@@ -77,13 +85,17 @@ class GatherGroup(OverHost):
             summed = self._gather(_add(parts, own.new_empty(num)), num)
             return x_TN.copy_(summed.view(-1)[: x_TN.numel()].view(x_TN.shape))
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         dim %= 2
         sizes, other = sizes or [x.shape[dim]] * self.size, x.shape[1 - dim]
         with in_order("collective"):
             parts = self._gather(x, max(sizes) * other)
             filled = [part[: num * other] for part, num in zip(parts, sizes, strict=True)]
-            return torch.cat([part.view(-1, other) if dim == 0 else part.view(other, -1) for part in filled], dim)
+            return torch.cat(
+                [part.view(-1, other) if dim == 0 else part.view(other, -1) for part in filled], dim
+            )
 
     def fail(self) -> None:
         """Kernels that wait for a rank that is gone go on, and what they compute is of no use."""
@@ -116,7 +128,11 @@ class GatherGroup(OverHost):
             except TidemillError as found:
                 error = found.message
             if error and not self._ended.wait(_PATIENCE_S):
-                self._on_error(WorkerLost(f"The engine cannot go on: rank {self.rank} has lost the others. {error}"))
+                self._on_error(
+                    WorkerLost(
+                        f"The engine cannot go on: rank {self.rank} has lost the others. {error}"
+                    )
+                )
             if error:
                 return
 

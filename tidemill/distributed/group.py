@@ -1,6 +1,8 @@
-"""Group: ranks that compute one model together, and what they exchange. Every rank calls the same methods in the same order.
+"""Group: ranks that compute one model together, and what they exchange. Every rank calls the same
+methods in the same order.
 
-Sums are in the order of ranks, whoever comes first, and the same in every implementation: bits do not depend on the transport.
+Sums are in the order of ranks, whoever comes first, and the same in every implementation: bits do
+not depend on the transport.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ class Group(Protocol):
         """The sum over ranks, float32. In place; x is returned."""
         ...
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """The ranks' matrices side by side (dim 1) or one after the other (dim 0), float32. `sizes`: of each rank in that
-        dimension, where they differ."""
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The ranks' matrices side by side (dim 1) or one after the other (dim 0), float32.
+        `sizes`: of each rank in that dimension, where they differ."""
         ...
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Part r goes to rank r; returned is what came from each. Parts are [rows, width], rows differ. `counts`: rows that come
-        from each rank, where that is known."""
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Part r goes to rank r; returned is what came from each. Parts are [rows, width], rows
+        differ. `counts`: rows that come from each rank, where that is known."""
         ...
 
     def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
@@ -42,7 +48,8 @@ class Group(Protocol):
     def barrier(self) -> None: ...
 
     def fail(self) -> None:
-        """A rank is gone: whoever waits in a collective, or will, gets WorkerLost. May be called from another thread."""
+        """A rank is gone: whoever waits in a collective, or will, gets WorkerLost. May be called
+        from another thread."""
         ...
 
     def close(self) -> None: ...
@@ -59,10 +66,14 @@ class Alone:
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         return x_TN
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         return x
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         return list(parts)
 
     def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
@@ -89,7 +100,9 @@ class OverHost:
         """`host`: of the same ranks."""
         self.rank, self.size, self._host = host.rank, host.size, host
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         """Through the host: how many rows come is known there alone."""
         received = self._host.all_to_all([part.float().cpu() for part in parts], counts)
         return [part.to(parts[0].device, parts[0].dtype) for part in received]

@@ -1,7 +1,8 @@
-"""The costs of layouts of a model over ranks, by phase: the model of "Efficiently Scaling Transformer Inference" (Pope et
-al. 2022).
+"""The costs of layouts of a model over ranks, by phase: the model of "Efficiently Scaling
+Transformer Inference" (Pope et al. 2022).
 
-T tokens go through a layer of hidden size E, whose blocks (attention, feed-forward) have an inner size F, on n ranks:
+T tokens go through a layer of hidden size E, whose blocks (attention, feed-forward) have an inner
+size F, on n ranks:
 
 - weight-stationary, 1D: a rank has F / n inner values. Activations of all tokens are summed over ranks: 2 T E values a block.
 - weight-stationary, 2D: ranks are a grid X × Y, a rank has E / X by F / Y: 2 T (E / X + F / Y) values a block. Attention, and its
@@ -27,7 +28,8 @@ _MOST_TOKENS = 2**16  # of a step
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one rank: operations and bytes a second that are reached, and seconds until a collective begins to send."""
+    """The device of one rank: operations and bytes a second that are reached, and seconds until a
+    collective begins to send."""
 
     flops: float
     memory: float
@@ -46,8 +48,14 @@ DEVICES = {
 
 
 def rank_of_host(flops: float, memory: float, copies: float, num_ranks: int) -> Device:
-    """One of so many ranks that share a host of these rates. What it sends is copied into shared memory and out of it."""
-    return replace(DEVICES["cpu"], flops=flops / num_ranks, memory=memory / num_ranks, link=copies / 2 / num_ranks)
+    """One of so many ranks that share a host of these rates. What it sends is copied into shared
+    memory and out of it."""
+    return replace(
+        DEVICES["cpu"],
+        flops=flops / num_ranks,
+        memory=memory / num_ranks,
+        link=copies / 2 / num_ranks,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,14 @@ class Layout:
     @property
     def name(self) -> str:
         if self.gathered > 1:
-            return "weights of all ranks in shared memory" if self.in_place else f"weights gathered from {self.gathered}"
-        return "1D weight-stationary" if self.grid == 1 else f"2D weight-stationary, X = {self.grid}"
+            return (
+                "weights of all ranks in shared memory"
+                if self.in_place
+                else f"weights gathered from {self.gathered}"
+            )
+        return (
+            "1D weight-stationary" if self.grid == 1 else f"2D weight-stationary, X = {self.grid}"
+        )
 
     def name_of(self, size: int) -> str:
         """That --tensor-layout has for it; empty: the engine does not have it."""
@@ -75,7 +89,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`num_tokens`: of a step. `context`: tokens whose keys and values each of `num_sequences` reads."""
+    """`num_tokens`: of a step. `context`: tokens whose keys and values each of `num_sequences`
+    reads."""
 
     name: str
     num_tokens: int
@@ -110,8 +125,15 @@ def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: De
     values = model.num_active_parameters
     read = values if phase.num_tokens < tokens_of_all_experts(model) else model.num_parameters
     weights = read * device.weight_bytes * layout.gathered / size
-    kv = phase.num_sequences * phase.context * model.kv_bytes_per_token("float32") * device.activation_bytes / 4
-    by_rows = 1 if layout.gathered == size else layout.gathered  # all of them: rows become heads for attention
+    kv = (
+        phase.num_sequences
+        * phase.context
+        * model.kv_bytes_per_token("float32")
+        * device.activation_bytes
+        / 4
+    )
+    # all of them: rows become heads for attention
+    by_rows = 1 if layout.gathered == size else layout.gathered
     by_heads = max(1, min(size // by_rows // layout.grid, model.num_kv_heads or size))
     kv /= by_heads * min(by_rows, phase.num_sequences)
     sent, num_collectives = _sent(model, layout, size, phase, device)
@@ -129,7 +151,9 @@ def tokens_of_all_experts(model: ModelConfig) -> int:
     return max((-(-spec.num_experts // spec.top_k) for spec in model.experts if spec), default=0)
 
 
-def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device) -> tuple[float, int]:
+def _sent(
+    model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device
+) -> tuple[float, int]:
     """Bytes that a rank sends, and collectives."""
     if size == 1:
         return 0.0, 0
@@ -137,7 +161,9 @@ def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: D
     for layer in range(model.num_layers):
         for inner in _inner_sizes(model, layer):
             if left > 1 and layout.grid == 1:
-                total += 2 * tokens * model.hidden_size * device.activation_bytes * (left - 1) / left
+                total += (
+                    2 * tokens * model.hidden_size * device.activation_bytes * (left - 1) / left
+                )
                 num += 1
             elif left > 1:
                 width = model.hidden_size / layout.grid + inner * layout.grid / left
@@ -161,7 +187,10 @@ def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
 def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> list[Cost]:
     """The costs of all layouts, the fastest first."""
     return sorted(
-        (cost(model, layout, size, phase, device) for layout in layouts(size, device.shares_memory)),
+        (
+            cost(model, layout, size, phase, device)
+            for layout in layouts(size, device.shares_memory)
+        ),
         key=lambda found: found.seconds,
     )
 
@@ -169,7 +198,8 @@ def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> l
 def engine_seconds(model: ModelConfig, size: int, phase: Phase, device: Device) -> dict[str, float]:
     """The time of a step in each layout that the engine has, by its name."""
     seconds = {
-        layout.name_of(size): cost(model, layout, size, phase, device).seconds for layout in layouts(size, device.shares_memory)
+        layout.name_of(size): cost(model, layout, size, phase, device).seconds
+        for layout in layouts(size, device.shares_memory)
     }
     seconds.pop("", None)
     if "phased" in seconds:
@@ -178,12 +208,16 @@ def engine_seconds(model: ModelConfig, size: int, phase: Phase, device: Device) 
 
 
 def gather_from(model: ModelConfig, size: int, device: Device) -> int:
-    """Tokens of a step from which on weights in shared memory are faster than 1D; 0: they never are. Bits do not depend on it."""
+    """Tokens of a step from which on weights in shared memory are faster than 1D; 0: they never
+    are. Bits do not depend on it."""
 
     def is_faster(num_tokens: int) -> bool:
         phase = Phase("", num_tokens, 1, 0)
         stationary, shared = Layout(), Layout(gathered=size, in_place=True)
-        return cost(model, shared, size, phase, device).seconds < cost(model, stationary, size, phase, device).seconds
+        return (
+            cost(model, shared, size, phase, device).seconds
+            < cost(model, stationary, size, phase, device).seconds
+        )
 
     few, many = size - 1, _MOST_TOKENS  # a rank has at least one row
     if not is_faster(many):

@@ -1,4 +1,5 @@
-"""The connection of the ranks of a group: the lower listens, the higher connects and says which it is."""
+"""The connection of the ranks of a group: the lower listens, the higher connects and says which it
+is."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _LOOK_S = 0.2
 def peers_of(rank: int, world: World, by_sockets: bool) -> set[int]:
     """Ranks that it has a channel to. `by_sockets`: also to those that share its layers."""
     neighbours = {world.before(rank), world.after(rank)} - {None}
-    return {peer for peer in neighbours if peer is not None} | (set(world.stage_ranks(rank)) - {rank} if by_sockets else set())
+    return {peer for peer in neighbours if peer is not None} | (
+        set(world.stage_ranks(rank)) - {rank} if by_sockets else set()
+    )
 
 
 def meet_peers(
@@ -51,7 +54,9 @@ def meet_peers(
     while missing := wanted - set(channels):
         check()
         if time.monotonic() > until:
-            raise WorkerLost(f"Worker {min(missing)} did not connect to worker {rank} in {CONNECT_S:.0f} s.")
+            raise WorkerLost(
+                f"Worker {min(missing)} did not connect to worker {rank} in {CONNECT_S:.0f} s."
+            )
         if (channel := door.accept("another worker", _LOOK_S)) is not None:
             peer = int.from_bytes(channel.receive()[:4], "little")
             if peer in missing:
@@ -69,7 +74,8 @@ class Devices:
     kind: str = "cpu"
     collectives: str = "auto"
     check: Callable[[], None] = lambda: None  # raises if there is no point in waiting for others
-    on_error: Callable[[WorkerLost], None] = lambda error: None  # the network between them has failed
+    # the network between them has failed
+    on_error: Callable[[WorkerLost], None] = lambda error: None
 
 
 def on_devices(host: Group, devices: Devices) -> Group:
@@ -86,15 +92,21 @@ def on_devices(host: Group, devices: Devices) -> Group:
     if devices.collectives != "nccl" and num_hosts == 1:
         return CudaGroup(host)
     shared_id = host.broadcast_bytes(Library().new_id() if host.rank == 0 else b"")
-    return GatherGroup(host, Communicator(shared_id, host.rank, host.size, devices.check, CONNECT_S), devices.on_error)
+    return GatherGroup(
+        host,
+        Communicator(shared_id, host.rank, host.size, devices.check, CONNECT_S),
+        devices.on_error,
+    )
 
 
 def own_host() -> bytes:
-    """Processes with the same can open each other's GPU memory. NCCL_HOSTID says otherwise, to NCCL and here."""
+    """Processes with the same can open each other's GPU memory. NCCL_HOSTID says otherwise, to NCCL
+    and here."""
     if host_id := os.environ.get("NCCL_HOSTID"):
         return host_id.encode()
     name = platform.node()
-    with suppress(OSError):  # on Linux: not the name, which containers of one host have of their own
+    # on Linux: not the name, which containers of one host have of their own
+    with suppress(OSError):
         spaces = [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("pid", "ipc")]
         name = " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
     return name.encode()
@@ -106,9 +118,11 @@ def take_device(rank: int, device: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
-def groups_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> dict[Shard, Group]:
-    """The groups of the ranks that share the layers of this one, on hosts; those of all of them first. `shared`: a file of shared
-    memory, or empty."""
+def groups_for(
+    rank: int, world: World, shared: str, channels: dict[int, Channel]
+) -> dict[Shard, Group]:
+    """The groups of the ranks that share the layers of this one, on hosts; those of all of them
+    first. `shared`: a file of shared memory, or empty."""
     groups, first = dict[Shard, Group](), 0
     for shard, ranks in world.axes(rank):
         if rank in ranks and shard.size == 1:
@@ -116,15 +130,22 @@ def groups_for(rank: int, world: World, shared: str, channels: dict[int, Channel
         elif rank in ranks and shared:
             groups[shard] = SharedGroup(Path(shared), shard.rank, shard.size, first=first)
         elif rank in ranks:
-            groups[shard] = SocketGroup(shard.rank, {i: channels[peer] for i, peer in enumerate(ranks) if peer != rank})
+            groups[shard] = SocketGroup(
+                shard.rank, {i: channels[peer] for i, peer in enumerate(ranks) if peer != rank}
+            )
         first += shared_bytes(shard.size)
     return groups
 
 
-def use_groups(rank: int, world: World, shared: str, channels: dict[int, Channel], devices: Devices) -> tuple[list[Group], Group]:
-    """Those of the ranks that share the layers of this one, which its layers use from now on: on hosts, and for its device."""
+def use_groups(
+    rank: int, world: World, shared: str, channels: dict[int, Channel], devices: Devices
+) -> tuple[list[Group], Group]:
+    """Those of the ranks that share the layers of this one, which its layers use from now on: on
+    hosts, and for its device."""
     hosts = groups_for(rank, world, shared, channels)
     groups = {shard: on_devices(host, devices) for shard, host in hosts.items()}
     for shard, group in groups.items():
         use(shard, group)
-    return list({id(group): group for group in (*hosts.values(), *groups.values())}.values()), groups[world.shard(rank)]
+    return list(
+        {id(group): group for group in (*hosts.values(), *groups.values())}.values()
+    ), groups[world.shard(rank)]

@@ -15,8 +15,8 @@ class Shard:
         assert 0 <= self.rank < self.size
 
     def range(self, num: int, unit: int = 1) -> range:
-        """The range of `num` things, in units that stay whole, that belongs to this rank: neighbours, as many as others have, or
-        one unit more."""
+        """The range of `num` things, in units that stay whole, that belongs to this rank:
+        neighbours, as many as others have, or one unit more."""
         units = -(-num // unit)
         begin, end = (units * i // self.size * unit for i in (self.rank, self.rank + 1))
         return range(min(begin, num), min(end, num))

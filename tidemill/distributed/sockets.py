@@ -1,4 +1,5 @@
-"""SocketGroup: ranks on several hosts, each with a channel to every other. What they exchange is what SharedGroup does."""
+"""SocketGroup: ranks on several hosts, each with a channel to every other. What they exchange is
+what SharedGroup does."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class SocketGroup:
             x_TN.copy_(torch.from_numpy(self._sum(x_TN.numpy(force=True))))
         return x_TN
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    def all_gather(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         dim %= 2
         total = sum(sizes) if sizes else self.size * x.shape[dim]
         if dim == 1 and native.lib is not None and x.device.type == "cpu":
@@ -47,7 +50,9 @@ class SocketGroup:
         parts = [_values(each, x.dtype).view(shape) for each in self._exchange(_bytes(x))]
         return torch.cat(parts, dim).to(x.device)
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         width = parts[0].shape[1]
         for rank, channel in self._channels.items():
             channel.send(_bytes(parts[rank]))
@@ -57,7 +62,9 @@ class SocketGroup:
                 taken.append(parts[rank])
             else:
                 received = self._channels[rank].receive()
-                taken.append(torch.from_numpy(np.frombuffer(received, np.float32).copy()).view(-1, width))
+                taken.append(
+                    torch.from_numpy(np.frombuffer(received, np.float32).copy()).view(-1, width)
+                )
         assert counts is None or [len(piece) for piece in taken] == list(counts)
         return taken
 
@@ -82,12 +89,17 @@ class SocketGroup:
     def _exchange(self, shown: bytes) -> list[bytes]:
         for channel in self._channels.values():
             channel.send(shown)
-        return [shown if rank == self.rank else self._channels[rank].receive() for rank in range(self.size)]
+        return [
+            shown if rank == self.rank else self._channels[rank].receive()
+            for rank in range(self.size)
+        ]
 
     def _sum(self, x: np.ndarray) -> np.ndarray:
         parts = self._exchange(x.tobytes())
         if len({len(part) for part in parts}) > 1:
-            raise WorkerLost("The engine cannot go on: the workers of the group do not compute the same step.")
+            raise WorkerLost(
+                "The engine cannot go on: the workers of the group do not compute the same step."
+            )
         total = np.frombuffer(parts[0], np.float32).reshape(x.shape).copy()
         for part in parts[1:]:
             total += np.frombuffer(part, np.float32).reshape(x.shape)
@@ -100,7 +112,10 @@ class SocketGroup:
             if what == _ALL_REDUCE:
                 array[:] = self._sum(array)
             else:
-                parts = [np.frombuffer(each, np.float32).reshape(num_rows, -1) for each in self._exchange(array.tobytes())]
+                parts = [
+                    np.frombuffer(each, np.float32).reshape(num_rows, -1)
+                    for each in self._exchange(array.tobytes())
+                ]
                 np.concatenate(parts, 1, out=_array(out, (num_rows, num_out)))
         except WorkerLost as error:
             self._why = error.message

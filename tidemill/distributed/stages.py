@@ -1,7 +1,9 @@
-"""The layers of each stage of a pipeline: as given, by measured times of layers, or by their weights. Ints and floats only.
+"""The layers of each stage of a pipeline: as given, by measured times of layers, or by their
+weights. Ints and floats only.
 
-Rank 0 decides and tells the others. A file of times is used only for what it was measured with; the same file gives the same
-division at every start, and so do engines that exchange KV pages or find them on disk again.
+Rank 0 decides and tells the others. A file of times is used only for what it was measured with; the
+same file gives the same division at every start, and so do engines that exchange KV pages or find
+them on disk again.
 """
 
 from __future__ import annotations
@@ -47,9 +49,14 @@ class MeasuredWith(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(options: EngineOptions, model: ModelConfig, machine: Machine) -> MeasuredWith:
         device = decide_device(options, machine)[0]
         dtype = decide_dtype(options, device, model, machine)[0]
-        scheme, threads = decide_scheme(options, device, dtype, model)[0], decide_threads(options, machine)[0]
+        scheme, threads = (
+            decide_scheme(options, device, dtype, model)[0],
+            decide_threads(options, machine)[0],
+        )
         shared = options.tensor_parallel, options.expert_parallel
-        return MeasuredWith(_shape_of(model), _name_of(machine), device, dtype, scheme, threads, *shared)
+        return MeasuredWith(
+            _shape_of(model), _name_of(machine), device, dtype, scheme, threads, *shared
+        )
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -79,7 +86,9 @@ class LayerTimes(msgspec.Struct, frozen=True):
     def divide(self, num_stages: int) -> tuple[int, ...]:
         """Ends of stages such that the slowest is as fast as can be."""
         costs = [self.cost(layer) for layer in self.layers]
-        ends = split_layers(costs, num_stages, self.cost(self.head), first=self.cost(self.embedding))
+        ends = split_layers(
+            costs, num_stages, self.cost(self.head), first=self.cost(self.embedding)
+        )
         assert ends is not None
         return ends
 
@@ -100,7 +109,9 @@ class LayerTimes(msgspec.Struct, frozen=True):
         try:
             head = msgspec.json.decode(data[:_MAX_BYTES], type=_Head)
             if head.format != FORMAT:
-                raise _unusable(f"{path} has format {head.format}, of Tidemill {head.version}; this version reads {FORMAT}.")
+                raise _unusable(
+                    f"{path} has format {head.format}, of Tidemill {head.version}; this version reads {FORMAT}."
+                )
             return msgspec.json.decode(data, type=LayerTimes)
         except (msgspec.DecodeError, RecursionError) as error:
             raise _unusable(f"{path} has no times of layers: {error}.") from error
@@ -116,13 +127,17 @@ def _unusable(what: str) -> ConfigError:
     return ConfigError(what, fix=fix, param="pipeline_layers")
 
 
-def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) -> Decision[tuple[int, ...]]:
+def decide_stages(
+    options: EngineOptions, model: ModelConfig, machine: Machine
+) -> Decision[tuple[int, ...]]:
     """Decides how many layers each stage has."""
     num, layers = options.pipeline_parallel, options.pipeline_layers
     if not 1 < num <= model.num_layers:  # where it cannot be, that is said elsewhere
         return (model.num_layers,), "one stage"
     if layers is None:
-        return counts_of(computed_ends(model, num)), "computed: of the weights that a token is multiplied by, each has as many"
+        return counts_of(
+            computed_ends(model, num)
+        ), "computed: of the weights that a token is multiplied by, each has as many"
     if re.fullmatch(r"[\d,\s]+", layers):
         return _given(layers, num, model), "given, or as the first start had it"
     try:
@@ -136,8 +151,12 @@ def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) 
         if theirs != (ours := getattr(here, name))
     ]
     if differing or len(times.layers) != model.num_layers:
-        raise _unusable(f"{layers} was measured with something else: {'; '.join(differing) or f'{len(times.layers)} layers'}.")
-    load = f"a prompt of {times.prompt_len} tokens and {OUTPUT_LEN} more in batches of {times.batch}"
+        raise _unusable(
+            f"{layers} was measured with something else: {'; '.join(differing) or f'{len(times.layers)} layers'}."
+        )
+    load = (
+        f"a prompt of {times.prompt_len} tokens and {OUTPUT_LEN} more in batches of {times.batch}"
+    )
     ends = times.divide(num)
     spent = ", ".join(f"{ms:.0f}" for ms in stage_ms(times, ends))
     return counts_of(ends), f"measured ({layers}): {spent} ms for {load}"
@@ -171,7 +190,9 @@ def counts_of(ends: tuple[int, ...]) -> tuple[int, ...]:
 
 def stages_of(counts: tuple[int, ...]) -> list[Stage]:
     ends = [*accumulate(counts)]
-    return [Stage(number, len(counts), end - counts[number], end) for number, end in enumerate(ends)]
+    return [
+        Stage(number, len(counts), end - counts[number], end) for number, end in enumerate(ends)
+    ]
 
 
 def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
@@ -181,8 +202,8 @@ def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
 
 
 def computed_ends(model: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Stages cost about the same: what a token reads of their weights, and of the head. Where that is possible, none holds more
-    than its share and a twentieth of all weights."""
+    """Stages cost about the same: what a token reads of their weights, and of the head. Where that
+    is possible, none holds more than its share and a twentieth of all weights."""
     table = model.vocab_size * model.hidden_size
     sizes, costs = _layer_sizes(model, is_active=False), _layer_sizes(model, is_active=True)
     most = _MOST_HELD * (sum(sizes) + table * (1 if model.tie_embeddings else 2)) / num_stages
@@ -204,13 +225,23 @@ def _layer_sizes(model: ModelConfig, is_active: bool) -> list[int]:
     rest = replace(model, layers=model.layers[:1], experts=model.experts[:1], stored={})
     small = replace(rest, vocab_size=1, num_positions=0, num_token_types=0)
     embeddings = size(rest) - size(small) + model.hidden_size * (1 if model.tie_embeddings else 2)
-    ones = [replace(rest, layers=(spec,), experts=model.experts[at : at + 1]) for at, spec in enumerate(model.layers)]
+    ones = [
+        replace(rest, layers=(spec,), experts=model.experts[at : at + 1])
+        for at, spec in enumerate(model.layers)
+    ]
     return [size(model) - embeddings for model in ones]
 
 
 def _shape_of(model: ModelConfig) -> str:
     """Not of its path or the numbers in it: another checkpoint of the same shape takes as long."""
-    about = model.architecture, model.hidden_size, model.intermediate_size, model.vocab_size, model.layers, model.experts
+    about = (
+        model.architecture,
+        model.hidden_size,
+        model.intermediate_size,
+        model.vocab_size,
+        model.layers,
+        model.experts,
+    )
     return hashlib.sha256(repr((*about, sorted(model.stored.items()))).encode()).hexdigest()[:16]
 
 

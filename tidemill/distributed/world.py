@@ -1,6 +1,7 @@
 """World: how the ranks of a group divide a model. Ints only.
 
-Ranks of one stage (pipeline parallel) share its layers (tensor parallel): rank = stage * tensor + place within the stage.
+Ranks of one stage (pipeline parallel) share its layers (tensor parallel): rank = stage * tensor +
+place within the stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from tidemill.distributed.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Neighbouring layers of a model. The first stage has the embedding, the last the final norm and the head."""
+    """Neighbouring layers of a model. The first stage has the embedding, the last the final norm
+    and the head."""
 
     number: int
     num_stages: int
@@ -47,13 +49,16 @@ class Part:
             return self.rows
         if self.hidden.size == 1:
             return self.shard
-        return Shard(self.shard.rank * self.hidden.size + self.hidden.rank, self.shard.size * self.hidden.size)
+        return Shard(
+            self.shard.rank * self.hidden.size + self.hidden.rank,
+            self.shard.size * self.hidden.size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), gathered,
-    or phased (parts as 1d has them)."""
+    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden
+    size), gathered, or phased (parts as 1d has them)."""
 
     tensor: int
     stage_ends: tuple[int, ...]  # of each stage: the number of the layer after its last
@@ -78,25 +83,42 @@ class World:
         if self.grid == 1:
             return Part(shard)
         row, column = divmod(shard.rank, self.grid)
-        return Part(Shard(row, self.tensor // self.grid, f"column {column}"), Shard(column, self.grid, f"row {row}"))
+        return Part(
+            Shard(row, self.tensor // self.grid, f"column {column}"),
+            Shard(column, self.grid, f"row {row}"),
+        )
 
     def axes(self, rank: int) -> list[tuple[Shard, list[int]]]:
-        """Groups in which ranks that share layers exchange something, in an order that all know: all of them; of a grid, its rows
-        and its columns. The shard of this rank in each that it is in, and their ranks."""
+        """Groups in which ranks that share layers exchange something, in an order that all know:
+        all of them; of a grid, its rows and its columns. The shard of this rank in each that it is
+        in, and their ranks."""
         first, grid = self.stage_ranks(rank).start, self.grid
         groups = [("", [*self.stage_ranks(rank)])]
         if grid > 1:
             rows = self.tensor // grid
-            groups += [(f"row {row}", [first + row * grid + i for i in range(grid)]) for row in range(rows)]
-            groups += [(f"column {column}", [first + column + i * grid for i in range(rows)]) for column in range(grid)]
-        return [(Shard(ranks.index(rank) if rank in ranks else 0, len(ranks), axis), ranks) for axis, ranks in groups]
+            groups += [
+                (f"row {row}", [first + row * grid + i for i in range(grid)]) for row in range(rows)
+            ]
+            groups += [
+                (f"column {column}", [first + column + i * grid for i in range(rows)])
+                for column in range(grid)
+            ]
+        return [
+            (Shard(ranks.index(rank) if rank in ranks else 0, len(ranks), axis), ranks)
+            for axis, ranks in groups
+        ]
 
     def stage(self, rank: int) -> Stage | None:
         """None: there is one, with all layers."""
         number = rank // self.tensor
         if self.num_stages == 1:
             return None
-        return Stage(number, self.num_stages, self.stage_ends[number - 1] if number else 0, self.stage_ends[number])
+        return Stage(
+            number,
+            self.num_stages,
+            self.stage_ends[number - 1] if number else 0,
+            self.stage_ends[number],
+        )
 
     def stage_ranks(self, rank: int) -> range:
         """Those that share the layers of this one."""
@@ -123,14 +145,17 @@ def split_layers(
     fits: Callable[[int, int], bool] = lambda begin, end: True,
     first: int = 0,
 ) -> tuple[int, ...] | None:
-    """Ends of stages such that the most expensive costs least. `first`, `last`: what these stages compute besides their layers.
-    `fits`: whether a stage may have the layers from `begin` to `end`; None: so they cannot be divided."""
+    """Ends of stages such that the most expensive costs least. `first`, `last`: what these stages
+    compute besides their layers. `fits`: whether a stage may have the layers from `begin` to `end`;
+    None: so they cannot be divided."""
     num, never = len(costs), sum(costs) + first + last + 1
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
     # Of one stage that ends there.
-    best: list[tuple[int, tuple[int, ...]]] = [(first + sums[end] if fits(0, end) else never, (end,)) for end in range(num + 1)]
+    best: list[tuple[int, tuple[int, ...]]] = [
+        (first + sums[end] if fits(0, end) else never, (end,)) for end in range(num + 1)
+    ]
     for stage in range(1, num_stages):
         extra = last if stage == num_stages - 1 else 0
         best = [

@@ -1,4 +1,5 @@
-"""`python -m tidemill.engine ENDPOINT`: the engine process. On a GPU the compile server imports torch while this process does."""
+"""`python -m tidemill.engine ENDPOINT`: the engine process. On a GPU the compile server imports
+torch while this process does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """AdapterNames: the LoRA adapters of one engine as its client knows them, by name. Loads no torch.
 
-Each load has a number of its own, which requests carry: another adapter of the same name is another one. An adapter that is
-unloaded can no longer be asked for by name; the engine keeps it until the requests that have its number are done. An engine that
-is started again gets them all again, before any request.
+Each load has a number of its own, which requests carry: another adapter of the same name is another
+one. An adapter that is unloaded can no longer be asked for by name; the engine keeps it until the
+requests that have its number are done. An engine that is started again gets them all again, before
+any request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _log = logging.getLogger("tidemill.engine")
 
 class AdapterNames:
     def __init__(self, send: Callable[[ToEngine], None], is_used: Callable[[int], bool]) -> None:
-        """`send`: to the engine, if there is one. `is_used`: whether requests have an adapter's number."""
+        """`send`: to the engine, if there is one. `is_used`: whether requests have an adapter's
+        number."""
         self._send, self._is_used = send, is_used
         self._by_name: dict[str, AdapterInfo] = {}
         self._leaving: dict[int, AdapterInfo] = {}  # not known by name any more
@@ -60,7 +62,8 @@ class AdapterNames:
             self._last_id = number
 
     def options(self, options: EngineOptions) -> EngineOptions:
-        """The first engine reads the adapters of its options, or fails; later ones are sent what there is by then."""
+        """The first engine reads the adapters of its options, or fails; later ones are sent what
+        there is by then."""
         return dataclasses.replace(options, loras=()) if self._was_started else options
 
     def engine_started(self, read: list[AdapterInfo]) -> None:
@@ -70,7 +73,11 @@ class AdapterNames:
             self._by_name |= {info.name: info for info in read}
             self._last_id = max(self._last_id, len(read))
             return
-        self.engine_lost(InvalidRequest("The engine was restarted while the adapter was loaded.", fix="Load it again."))
+        self.engine_lost(
+            InvalidRequest(
+                "The engine was restarted while the adapter was loaded.", fix="Load it again."
+            )
+        )
         for info in (*self._by_name.values(), *self._leaving.values()):
             self._send(LoadAdapter(info.adapter_id, info.name, info.path, info.digest))
 
@@ -85,12 +92,19 @@ class AdapterNames:
     async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
         """`in_place`: instead of another of this name, whose requests end with what they have."""
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-            raise InvalidRequest(f"An adapter's name has 1 to {MAX_NAME_CHARS} printable characters.", param="lora_name")
+            raise InvalidRequest(
+                f"An adapter's name has 1 to {MAX_NAME_CHARS} printable characters.",
+                param="lora_name",
+            )
         if name in self._by_name and not in_place:
             fix = "Unload it first, or send load_inplace."
-            raise InvalidRequest(f"The adapter {name!r} is loaded already.", fix=fix, param="lora_name")
+            raise InvalidRequest(
+                f"The adapter {name!r} is loaded already.", fix=fix, param="lora_name"
+            )
         if len(self._by_name) + len(self._asked) >= MAX_ADAPTERS:
-            raise InvalidRequest(f"There are {MAX_ADAPTERS} adapters already.", fix="Unload some.", param="lora_name")
+            raise InvalidRequest(
+                f"There are {MAX_ADAPTERS} adapters already.", fix="Unload some.", param="lora_name"
+            )
         self._last_id += 1
         adapter_id = self._last_id
         future = self._asked[adapter_id] = asyncio.get_running_loop().create_future()
@@ -115,7 +129,11 @@ class AdapterNames:
 
     def requests_ended(self) -> None:
         """Adapters that nobody uses any more leave the engine."""
-        for number in [number for number in self._leaving if not self._num_readers[number] and not self._is_used(number)]:
+        for number in [
+            number
+            for number in self._leaving
+            if not self._num_readers[number] and not self._is_used(number)
+        ]:
             del self._leaving[number]
             self._send(UnloadAdapter(number))
 
@@ -128,5 +146,9 @@ class AdapterNames:
                 future.set_exception(error_from(reply.error))
         elif reply.error is not None:  # of an engine that was started again
             _log.error("an adapter cannot be loaded again: %s", reply.error.message)
-            self._by_name = {name: info for name, info in self._by_name.items() if info.adapter_id != reply.adapter_id}
+            self._by_name = {
+                name: info
+                for name, info in self._by_name.items()
+                if info.adapter_id != reply.adapter_id
+            }
             self._leaving.pop(reply.adapter_id, None)

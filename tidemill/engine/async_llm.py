@@ -1,4 +1,5 @@
-"""AsyncLLM: a model in an engine process of its own, for programs with an event loop. Loads no torch."""
+"""AsyncLLM: a model in an engine process of its own, for programs with an event loop. Loads no
+torch."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ class AsyncLLM:
             async for output in llm.generate("The tide", SamplingParams(max_tokens=16)):
                 print(output.text)
 
-    The engine is a process of its own, which is started by `async with`, by `start` or by the first request, and supervised as
-    the server's is: if it dies, it is started again and requests continue. `seed`: of requests without one.
+    The engine is a process of its own, which is started by `async with`, by `start` or by the first
+    request, and supervised as the server's is: if it dies, it is started again and requests
+    continue. `seed`: of requests without one.
     """
 
     def __init__(self, model: str = "smollm2", *, seed: int | None = None, **options: Any) -> None:
@@ -49,7 +51,8 @@ class AsyncLLM:
         self._engine: _Engine | None = None
         self._is_closed = False
         self._closing: asyncio.Task[None] | None = None
-        self._ids: dict[str, str] = {}  # of requests under way: those of the engine client by those of the caller
+        # of requests under way: those of the engine client by those of the caller
+        self._ids: dict[str, str] = {}
 
     async def start(self) -> None:
         """Returns when the engine takes requests. Without effect if it does already."""
@@ -60,8 +63,8 @@ class AsyncLLM:
                 self._engine = await _Engine.started(self._model, self._given)
 
     def shutdown(self) -> Awaitable[None]:
-        """Ends the engine; requests under way raise EngineDead. It is begun by the call; who awaits it knows that the process is
-        gone. Safe to call twice."""
+        """Ends the engine; requests under way raise EngineDead. It is begun by the call; who awaits
+        it knows that the process is gone. Safe to call twice."""
         self._is_closed = True
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -76,7 +79,12 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.shutdown()
 
     async def generate(
@@ -88,8 +96,9 @@ class AsyncLLM:
         priority: int = 0,
         lora: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output as it is generated. `sampling_params.output_kind`: each time all of it so far, only what is new, or once the
-        whole. Leaving the loop early ends the request. `request_id`: for `abort`; `lora`: the name of an adapter."""
+        """The output as it is generated. `sampling_params.output_kind`: each time all of it so far,
+        only what is new, or once the whole. Leaving the loop early ends the request. `request_id`:
+        for `abort`; `lora`: the name of an adapter."""
         engine = await self._running()
         text, ids = await _tokenized(lambda: engine.prompts.encode(prompt), prompt)
         outputs = self._run(engine, text, ids, sampling_params, request_id, priority, lora)
@@ -125,8 +134,8 @@ class AsyncLLM:
                 yield output
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
-        """Ends requests: what they yield next is their last, with the finish reason "abort". Unknown ids are ignored, since a
-        request may just have ended."""
+        """Ends requests: what they yield next is their last, with the finish reason "abort".
+        Unknown ids are ignored, since a request may just have ended."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             if name in self._ids and self._engine is not None:
                 self._engine.client.cancel(self._ids[name], Cancelled("The request was aborted."))
@@ -167,7 +176,10 @@ class AsyncLLM:
 
     def _ready(self) -> _Engine:
         if self._engine is None:
-            raise EngineDead("The engine is not started.", fix="Use `async with AsyncLLM(...)`, or await start().")
+            raise EngineDead(
+                "The engine is not started.",
+                fix="Use `async with AsyncLLM(...)`, or await start().",
+            )
         return self._engine
 
     async def _run(
@@ -179,13 +191,26 @@ class AsyncLLM:
         own_id = f"llm-{self._num_requests}"
         name = own_id if request_id is None else request_id
         if name in self._ids:
-            raise InvalidRequest(f"There is a request {name!r} already.", fix="Give each an id of its own.", param="request_id")
+            raise InvalidRequest(
+                f"There is a request {name!r} already.",
+                fix="Give each an id of its own.",
+                param="request_id",
+            )
         client = engine.client
         checked = engine.filled(checked, len(prompt_ids))
         if self._seed is not None and checked.seed is None:
-            checked = msgspec.structs.replace(checked, seed=sample_seed(self._seed, self._num_requests))
+            checked = msgspec.structs.replace(
+                checked, seed=sample_seed(self._seed, self._num_requests)
+            )
         adapter = engine.adapter(lora) if lora else 0
-        request = Submit(own_id, prompt_ids, checked, list(engine.tokenizer.eos_token_ids), priority, adapter=adapter)
+        request = Submit(
+            own_id,
+            prompt_ids,
+            checked,
+            list(engine.tokenizer.eos_token_ids),
+            priority,
+            adapter=adapter,
+        )
         builder = OutputBuilder(engine.tokenizer, name, text, prompt_ids, checked)
         self._ids[name] = own_id
         try:
@@ -210,10 +235,19 @@ class _Engine:
     """The client of a running engine, and what a model's requests are made with."""
 
     def __init__(
-        self, client: Client, metrics: Metrics | MetricsOfReplicas, tokenizer: Tokenizer, defaults: SamplingDefaults
+        self,
+        client: Client,
+        metrics: Metrics | MetricsOfReplicas,
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
     ) -> None:
         assert client.ready is not None
-        self.client, self.metrics, self.tokenizer, self.defaults = client, metrics, tokenizer, defaults
+        self.client, self.metrics, self.tokenizer, self.defaults = (
+            client,
+            metrics,
+            tokenizer,
+            defaults,
+        )
         self._config = client.ready.config
         self.max_context = self._config.max_context
         self.prompts = PromptEncoder(tokenizer, max(self.max_context, self._config.max_stream))
@@ -222,17 +256,28 @@ class _Engine:
     async def started(model: str, keywords: dict[str, Any]) -> _Engine:
         path, options = await asyncio.to_thread(located_options, model, keywords)
         check(asked(options))
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.chat_template, options.chat_template_kwargs)
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load, path, options.chat_template, options.chat_template_kwargs
+        )
         num, routing = options.num_engines, routing_of(options)
         metrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)
-        client: Client = EngineClient(metrics.take) if num == 1 else Replicas(num, metrics.take, routing=routing)
+        client: Client = (
+            EngineClient(metrics.take) if num == 1 else Replicas(num, metrics.take, routing=routing)
+        )
         client.adapters.expect(options)
         began = time.monotonic()
         ready = await client.start(options)
         now, num_bytes = time.monotonic(), ready.config.memory_bytes
-        metrics.take([ModelLoaded(now, str(path), num_bytes, now - began, replica=number) for number in range(num)])
+        metrics.take(
+            [
+                ModelLoaded(now, str(path), num_bytes, now - began, replica=number)
+                for number in range(num)
+            ]
+        )
         chosen = options.sampling_defaults, options.default_max_tokens
-        return _Engine(client, metrics, tokenizer, sampling_defaults(path, ready.model.num_parameters, *chosen))
+        return _Engine(
+            client, metrics, tokenizer, sampling_defaults(path, ready.model.num_parameters, *chosen)
+        )
 
     def filled(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """The parameters, completed with the model's defaults."""
@@ -243,11 +288,19 @@ class _Engine:
         info = self.client.adapters.get(name)
         if info is None:
             known = ", ".join(repr(adapter.name) for adapter in self.client.adapters) or "none"
-            raise InvalidRequest(f"There is no adapter {name!r}.", fix=f"Loaded are: {known}.", param="lora")
+            raise InvalidRequest(
+                f"There is no adapter {name!r}.", fix=f"Loaded are: {known}.", param="lora"
+            )
         return info.adapter_id
 
 
-async def _tokenized(work: Callable[[], tuple[str | None, list[int]]], prompt: Any) -> tuple[str | None, list[int]]:
+async def _tokenized(
+    work: Callable[[], tuple[str | None, list[int]]], prompt: Any
+) -> tuple[str | None, list[int]]:
     """A long text is tokenized in a thread, so that others have their turn."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return await asyncio.to_thread(work) if isinstance(text, str) and len(text) >= _LONG_TEXT else work()
+    return (
+        await asyncio.to_thread(work)
+        if isinstance(text, str) and len(text) >= _LONG_TEXT
+        else work()
+    )

@@ -27,7 +27,8 @@ class _Bytes(DownloadColumn):
 
 
 class LoadingBar:
-    """A progress bar of an engine until it is ready: its process starts, weights are read, and what is left has no figures."""
+    """A progress bar of an engine until it is ready: its process starts, weights are read, and what
+    is left has no figures."""
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), _Bytes(), TimeElapsedColumn())
@@ -40,7 +41,10 @@ class LoadingBar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -78,5 +82,10 @@ class _Bar:
 
 
 def request_bar(enabled: bool, total: int) -> _Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return _Bar(Progress(*columns, disable=not enabled, transient=True), total, "Requests")

@@ -33,7 +33,8 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The outputs for one prompt, best first. If it failed, `error` says why, and `sequences` raises it."""
+    """The outputs for one prompt, best first. If it failed, `error` says why, and `sequences`
+    raises it."""
 
     outputs: list[BeamSearchSequence]
     error: TidemillError | None = None
@@ -50,10 +51,17 @@ class BeamSearchOutput:
         sequences = []
         for sample in samples if error is None else ():
             has_end = sample.finish_reason == "stop" and not with_end
-            ids, entries = sample.token_ids[: len(sample.token_ids) - has_end], sample.logprobs or []
+            ids, entries = (
+                sample.token_ids[: len(sample.token_ids) - has_end],
+                sample.logprobs or [],
+            )
             tokens, total = [*prompt_ids, *ids], sum(entry.logprob for entry in entries)
             text = tokenizer.decode(tokens, skip_special=False)
-            sequences.append(BeamSearchSequence(tokens, text, total, sample.score or 0.0, sample.finish_reason, entries, ids))
+            sequences.append(
+                BeamSearchSequence(
+                    tokens, text, total, sample.score or 0.0, sample.finish_reason, entries, ids
+                )
+            )
         return BeamSearchOutput(sequences, error)
 
     @property

@@ -1,4 +1,5 @@
-"""Memory of several models: how much each may have, so that as many as possible are loaded together. Arithmetic only."""
+"""Memory of several models: how much each may have, so that as many as possible are loaded
+together. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ class Budget:
 
     def has_room(self, loaded: list[EngineConfig], another: EngineConfig) -> bool:
         used = sum(config.memory_bytes for config in loaded if config.device == another.device)
-        return len(loaded) < self.max_loaded and used + another.memory_bytes <= self.num_bytes[another.device]
+        return (
+            len(loaded) < self.max_loaded
+            and used + another.memory_bytes <= self.num_bytes[another.device]
+        )
 
 
 def share(
@@ -30,11 +34,15 @@ def share(
 ) -> tuple[Budget, dict[str, EngineConfig]]:
     """A budget and the configuration of each model, by name.
 
-    The KV caches are made small enough for all models to be loaded together, or else for as many as possible, but not so small
-    that a model's context shrinks. `budget_bytes`: of each device; without it, what is free.
+    The KV caches are made small enough for all models to be loaded together, or else for as many as
+    possible, but not so small that a model's context shrinks. `budget_bytes`: of each device;
+    without it, what is free.
     """
     most = min(max_loaded or len(options), len(options))
-    alone = {name: _resolve(name, model_options, inspected[name], budget_bytes) for name, model_options in options.items()}
+    alone = {
+        name: _resolve(name, model_options, inspected[name], budget_bytes)
+        for name, model_options in options.items()
+    }
     budget: dict[str, int] = {}
     for name, config in alone.items():
         machine = inspected[name].machine
@@ -65,9 +73,11 @@ def _shared(
     num_bytes: int,
     at_once: int,
 ) -> dict[str, EngineConfig] | None:
-    """Configurations of which any `at_once` fit together; None if that would cost one of them some of its context."""
+    """Configurations of which any `at_once` fit together; None if that would cost one of them some
+    of its context."""
     fixed = {
-        name: config.memory_bytes - (config.kv_bytes if options[name].kv_memory_bytes is None else 0)
+        name: config.memory_bytes
+        - (config.kv_bytes if options[name].kv_memory_bytes is None else 0)
         for name, config in alone.items()
     }
     left = num_bytes - sum(sorted(fixed.values(), reverse=True)[:at_once])
@@ -85,16 +95,25 @@ def _shared(
     return configs
 
 
-def _resolve(name: str, options: EngineOptions, found: Inspected, limit: int | None) -> EngineConfig:
+def _resolve(
+    name: str, options: EngineOptions, found: Inspected, limit: int | None
+) -> EngineConfig:
     limits = [num_bytes for num_bytes in (options.memory_bytes, limit) if num_bytes is not None]
     try:
-        return resolve(replace(options, memory_bytes=min(limits, default=None)), found.model, found.machine, found.draft_model)
+        return resolve(
+            replace(options, memory_bytes=min(limits, default=None)),
+            found.model,
+            found.machine,
+            found.draft_model,
+        )
     except ConfigError as error:
         raise ConfigError(f"{name}: {error.message}", fix=error.fix, param=error.param) from error
 
 
 def _parts(config: EngineConfig) -> str:
-    weights, activations, kv = map(fmt_bytes, (config.weight_bytes, config.activation_bytes, config.kv_bytes))
+    weights, activations, kv = map(
+        fmt_bytes, (config.weight_bytes, config.activation_bytes, config.kv_bytes)
+    )
     draft = f", {fmt_bytes(config.draft_bytes)} for the draft model" if config.draft else ""
     beside = config.policy_bytes + config.summary_bytes
     policies = f", {fmt_bytes(beside)} for KV policies" if beside else ""

@@ -1,12 +1,14 @@
 """EngineClient: requests to an engine process that it supervises. Loads no torch.
 
-If the process dies, or makes no step though it has work, it is started again and every request under way is submitted again: with
-its seed, and with the tokens that were already delivered as a prefix of its output. Noise is a function of (seed, position) and
-sequences are independent of their batch, so the continuation is the one that would have come.
+If the process dies, or makes no step though it has work, it is started again and every request
+under way is submitted again: with its seed, and with the tokens that were already delivered as a
+prefix of its output. Noise is a function of (seed, position) and sequences are independent of their
+batch, so the continuation is the one that would have come.
 
-A request that was admitted and had not got a token out of the engine that died may have caused it. Such suspects are tried one at
-a time, beside those that are beyond doubt, so that the one that kills engines is given up alone. The engine is given up only if
-it cannot be started several times in a row; one of several is tried again for ever, as others serve meanwhile.
+A request that was admitted and had not got a token out of the engine that died may have caused it.
+Such suspects are tried one at a time, beside those that are beyond doubt, so that the one that
+kills engines is given up alone. The engine is given up only if it cannot be started several times
+in a row; one of several is tried again for ever, as others serve meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import GOES_ON, EngineLost, Pending, names_of
 from tidemill.engine.progress import Progress
-from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
+from tidemill.errors import (
+    ClientTooSlow,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    TidemillError,
+)
 from tidemill.sched.queue import check_room
 from tidemill.types import events
 from tidemill.types.events import Event
@@ -76,11 +84,12 @@ class EngineClient:
         hands_over: bool = False,
         gate: Callable[[Submit], str] | None = None,
     ) -> None:
-        """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
-        `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
-        `hands_over`: it is one of several. If it is lost, requests that cannot have caused it end with EngineLost at once; if it
-        cannot be started, it is tried again for ever, and takes no requests until that succeeds. `gate`: why a request must wait
-        until it is let in; empty: it need not."""
+        """`stall_s`: without a step although there is work, after which the engine is replaced;
+        longer where steps take longer. `start_s`: without progress, after which a start has failed.
+        `new_link`: to an engine that is to be started. `hands_over`: it is one of several. If it is
+        lost, requests that cannot have caused it end with EngineLost at once; if it cannot be
+        started, it is tried again for ever, and takes no requests until that succeeds. `gate`: why
+        a request must wait until it is let in; empty: it need not."""
         self._on_events = on_events
         self._on_pages = on_pages
         self.stall_s, self._start_s = stall_s, start_s
@@ -96,9 +105,11 @@ class EngineClient:
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
         self.adapters = AdapterNames(self._send, self._uses_adapter)
-        self._reported: set[str] = set()  # samples that were reported as submitted, and not as ended
+        # samples that were reported as submitted, and not as ended
+        self._reported: set[str] = set()
         self._is_held = False  # the engine gets nothing new
-        self.on_change: Callable[[], None] | None = None  # called when a request must wait for an engine, and when one has ended
+        # called when a request must wait for an engine, and when one has ended
+        self.on_change: Callable[[], None] | None = None
         self.used_s = time.monotonic()  # when a request last came or ended
         self.death = ""  # why there will be no engine any more
         self.gave_up = asyncio.Event()
@@ -120,10 +131,14 @@ class EngineClient:
         return time.monotonic() - self._last_step_s
 
     async def start(
-        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: Link | None = None
+        self,
+        options: EngineOptions,
+        on_loading: Callable[[Loading], None] | None = None,
+        link: Link | None = None,
     ) -> Ready:
-        """Raises what went wrong, if anything does. After `stop`, or after an engine was given up, another may be started: it
-        gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
+        """Raises what went wrong, if anything does. After `stop`, or after an engine was given up,
+        another may be started: it gets what was submitted meanwhile. `link`: to a process that has
+        inspected models so far."""
         link = link or self._new_link()
         try:
             ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
@@ -144,7 +159,8 @@ class EngineClient:
         return ready
 
     def _set_ready(self, ready: Ready) -> None:
-        """Keeps the reasons of the first configuration. A later engine is given its values, so its own reasons are "given"."""
+        """Keeps the reasons of the first configuration. A later engine is given its values, so its
+        own reasons are "given"."""
         if self.ready is not None:
             ready.config.reasons.update(self.ready.config.reasons)
         self.ready = ready
@@ -156,12 +172,16 @@ class EngineClient:
     @property
     def num_waiting(self) -> int:
         """Requests that no engine has."""
-        return sum(not pending.is_submitted and not pending.is_over for pending in self.pending.values())
+        return sum(
+            not pending.is_submitted and not pending.is_over for pending in self.pending.values()
+        )
 
     @property
     def is_idle(self) -> bool:
         """The engine has nothing to do, and has reported the end of all that it had."""
-        if self._leaving or any(pending.is_submitted and not pending.is_over for pending in self.pending.values()):
+        if self._leaving or any(
+            pending.is_submitted and not pending.is_over for pending in self.pending.values()
+        ):
             return False
         return all(name.partition(":")[0] in self.pending for name in self._reported)
 
@@ -180,13 +200,17 @@ class EngineClient:
         for pending in waiting:
             if not pending.num_deaths:
                 self._submit(pending)
-        suspects = sorted((pending for pending in waiting if pending.num_deaths), key=lambda pending: pending.trial_rank)
+        suspects = sorted(
+            (pending for pending in waiting if pending.num_deaths),
+            key=lambda pending: pending.trial_rank,
+        )
         self._suspects = deque(pending.request.request_id for pending in suspects)
         if self._on_trial is None or self._on_trial in self._suspects:
             self._try_next()
 
     async def stop(self) -> None:
-        """End the engine, if there is one; it should be idle. Requests wait until another is started, and continue there."""
+        """End the engine, if there is one; it should be idle. Requests wait until another is
+        started, and continue there."""
         self.hold()
         await self._end_supervisor()
         link, self.link = self.link, None
@@ -211,16 +235,23 @@ class EngineClient:
                 self._end(pending, why)
 
     async def submit(
-        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
+        self,
+        request: Submit,
+        timeout_s: float | None = None,
+        tells_accepted: bool = False,
+        tells_progress: bool = False,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last. `tells_accepted`: the first delta
-        is empty if it takes longer to compute a token than to accept the request. `tells_progress`: so are those that come after
-        each step of its prompt."""
+        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last.
+        `tells_accepted`: the first delta is empty if it takes longer to compute a token than to
+        accept the request. `tells_progress`: so are those that come after each step of its
+        prompt."""
         if request.request_id in self.pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
-        pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
+        pending = Pending(
+            request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted
+        )
         if tells_progress:
             self._progress.tell(pending)
         why = self._why_held if self._is_held else self._gate(request) if self._gate else ""
@@ -252,7 +283,11 @@ class EngineClient:
 
     @property
     def _why_held(self) -> str:
-        return "the model is not loaded" if self.link is None else "the model will be unloaded for another"
+        return (
+            "the model is not loaded"
+            if self.link is None
+            else "the model will be unloaded for another"
+        )
 
     def _take_up(self, pending: Pending, resumed: list[Resumed], is_queued: bool) -> None:
         """A request that another engine had begun."""
@@ -263,7 +298,8 @@ class EngineClient:
         for sample in resumed:
             pending.outputs[sample.index] = list(sample.output_ids)
         for index, name in enumerate(names_of(request)):
-            if index not in pending.over and not is_queued:  # or else it is reported where it is queued
+            # or else it is reported where it is queued
+            if index not in pending.over and not is_queued:
                 submitted = len(request.prompt_ids), request.priority, request.tenant
                 self._report([events.Submitted(time.monotonic(), name, *submitted)])
 
@@ -281,21 +317,32 @@ class EngineClient:
         self._send(Finish(request_id, index))
 
     def renew(self, name: str, ttl_s: float, reason: str) -> None:
-        """A hold ends so many seconds from now; 0: at once. An engine that is not there holds nothing."""
+        """A hold ends so many seconds from now; 0: at once. An engine that is not there holds
+        nothing."""
         self._send(Renew(name, ttl_s, reason))
 
     def expect(self, request: Submit | None) -> None:
-        """Another engine computes its prompt, and it goes on in this one. None: prompts that go on in others are computed."""
-        self._send(Expect([]) if request is None else Expect(request.prompt_ids, request.salt, request.adapter, request.segments))
+        """Another engine computes its prompt, and it goes on in this one. None: prompts that go on
+        in others are computed."""
+        self._send(
+            Expect([])
+            if request is None
+            else Expect(request.prompt_ids, request.salt, request.adapter, request.segments)
+        )
 
     def ask_pages(self) -> None:
-        """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
+        """`on_pages` gets who holds which page: after the step under way, or never, if the engine
+        is lost first."""
         self._send(ShowPages())
 
     @property
     def at_gate(self) -> list[Pending]:
         """Requests that wait to be let in."""
-        return [pending for pending in self.pending.values() if pending.waits_because and not pending.is_over]
+        return [
+            pending
+            for pending in self.pending.values()
+            if pending.waits_because and not pending.is_over
+        ]
 
     def let_in(self, pending: Pending) -> None:
         """The engine may have it."""
@@ -304,32 +351,45 @@ class EngineClient:
             self._submit(pending)
 
     def _queue(self, pending: Pending, why: str) -> None:
-        """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
+        """No engine takes it yet, so it and the queue's bound are checked, and it is reported and
+        accepted here."""
         assert self.ready is not None
         request = pending.request
         request.check(self.ready.model.vocab_size, self.ready.config.context_of(request.params))
-        waiting = [other.request for other in self.pending.values() if not other.is_submitted and not other.is_over]
+        waiting = [
+            other.request
+            for other in self.pending.values()
+            if not other.is_submitted and not other.is_over
+        ]
         check_room(self.ready.config.max_waiting, request, waiting)
         pending.is_known = True
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
         now = time.monotonic()
         for name in names_of(request):
-            submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
+            submitted = events.Submitted(
+                now, name, len(request.prompt_ids), request.priority, request.tenant
+            )
             self._report([submitted, events.Deferred(now, name, why)])
 
     def _submit(self, pending: Pending) -> None:
-        """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
+        """To the current engine. While there is none, nothing is lost: the next one gets what is
+        pending."""
         if self.link is not None and not self._is_held and not pending.waits_because:
             pending.is_submitted = True
             try:
                 self._send(pending.again())
             except OverflowError:  # of this request alone
-                self._end(pending, InvalidRequest("A number in the request is too large.", fix="Give a smaller one."))
+                self._end(
+                    pending,
+                    InvalidRequest(
+                        "A number in the request is too large.", fix="Give a smaller one."
+                    ),
+                )
 
     def _end(self, pending: Pending, why: TidemillError | None = None) -> None:
-        """Take a request off the list, abort what the engine still computes of it, at once, and have its stream raise `why`. No
-        effect on one that has ended."""
+        """Take a request off the list, abort what the engine still computes of it, at once, and
+        have its stream raise `why`. No effect on one that has ended."""
         request_id = pending.request.request_id
         if self.pending.get(request_id) is not pending:
             return
@@ -345,9 +405,14 @@ class EngineClient:
             self._send(Abort(request_id, "client left" if why is None else why.kind))
         if not pending.is_submitted:  # the current engine knows nothing of it
             self._report_lost(self._names_of(request_id))
-            if self._is_held and self.link is None and self.ready is not None:  # nobody else tells how many are left
-                left = sum(len(pending.outputs) - len(pending.over) for pending in self.pending.values())
-                self._report([events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)])
+            # nobody else tells how many are left
+            if self._is_held and self.link is None and self.ready is not None:
+                left = sum(
+                    len(pending.outputs) - len(pending.over) for pending in self.pending.values()
+                )
+                self._report(
+                    [events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)]
+                )
         if self._on_trial == request_id:
             self._try_next()
         if self.on_change:
@@ -404,13 +469,15 @@ class EngineClient:
             self._give_up(f"The engine cannot be supervised any more: {type(error).__name__}.")
 
     async def _start_again(self, options: EngineOptions) -> Link:
-        """Raises if a sole engine fails to start several times in a row. What this process lacks may come back, so an OSError is
-        retried for as long as it takes."""
+        """Raises if a sole engine fails to start several times in a row. What this process lacks
+        may come back, so an OSError is retried for as long as it takes."""
         num_failed, delay_s = 0, _FIRST_DELAY_S
         while True:
             link = self._new_link()
             try:
-                self._set_ready(await link.start(self.adapters.options(options), within_s=self._start_s))
+                self._set_ready(
+                    await link.start(self.adapters.options(options), within_s=self._start_s)
+                )
                 return link
             except (TidemillError, OSError) as error:
                 _log.error("the engine could not be started again: %s", error)
@@ -425,13 +492,15 @@ class EngineClient:
                 if not self._hands_over:
                     raise EngineDead(what)
                 self._give_up(what)
-            self._report([events.EngineDown(time.monotonic(), why, num_failed, delay_s, bool(self.death))])
+            self._report(
+                [events.EngineDown(time.monotonic(), why, num_failed, delay_s, bool(self.death))]
+            )
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_GIVEN_UP_DELAY_S if self.death else _MAX_DELAY_S)
 
     async def _until_it_ends(self, link: Link) -> str:
-        """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
-        been the one that stood still."""
+        """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by
+        the clock: this process may have been the one that stood still."""
         reading = asyncio.create_task(link.read(self._take))
         self.stalled_s = 0.0
         try:
@@ -441,7 +510,10 @@ class EngineClient:
                     if reading.exception() is not None:
                         return f"its messages cannot be read: {type(reading.exception()).__name__}"
                     return link.last_error
-                has_work = any(pending.is_submitted and not pending.is_over for pending in self.pending.values())
+                has_work = any(
+                    pending.is_submitted and not pending.is_over
+                    for pending in self.pending.values()
+                )
                 self.stalled_s = self.stalled_s + WATCH_EVERY_S if has_work else 0.0
                 if self.stalled_s > self.stall_limit_s:
                     link.kill()
@@ -451,9 +523,12 @@ class EngineClient:
 
     @property
     def stall_limit_s(self) -> float:
-        """A step takes at most as long as its tokens one by one; those that were seen may have taken longer."""
+        """A step takes at most as long as its tokens one by one; those that were seen may have
+        taken longer."""
         assert self.ready is not None
-        longest_s = max(_STALL_STEPS * self.longest_step_s, self.ready.config.token_budget * self.ready.step_s)
+        longest_s = max(
+            _STALL_STEPS * self.longest_step_s, self.ready.config.token_budget * self.ready.step_s
+        )
         return max(self.stall_s, longest_s)
 
     def _resume(self, link: Link, why: str) -> None:
@@ -475,26 +550,39 @@ class EngineClient:
             pending.is_submitted = pending.is_admitted = pending.has_token = False
             if pending.num_deaths >= MAX_DEATHS:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
-                self._end(pending, EngineDead(what, fix="Try again, perhaps with a smaller request."))
+                self._end(
+                    pending, EngineDead(what, fix="Try again, perhaps with a smaller request.")
+                )
         self._report_lost(list(self._reported))
         self._report([events.EngineRestarted(time.monotonic(), why, len(self.pending))])
         if not self._is_held:
             self.release()
 
     def _hand_over(self, is_blameless: bool) -> None:
-        """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
+        """Requests that the engine cannot have died of need not wait until it is started again.
+        `is_blameless`: of none."""
         self._find_suspects()
-        self._end_as_lost([pending for pending in self.pending.values() if is_blameless or not pending.may_have_killed])
+        self._end_as_lost(
+            [
+                pending
+                for pending in self.pending.values()
+                if is_blameless or not pending.may_have_killed
+            ]
+        )
 
     def hand_over_waiting(self) -> None:
         """While there is no engine: requests that wait for it may go on in another that there is."""
         if self._hands_over and not self.working:
-            self._end_as_lost([pending for pending in self.pending.values() if not pending.is_submitted])
+            self._end_as_lost(
+                [pending for pending in self.pending.values() if not pending.is_submitted]
+            )
 
     def _end_as_lost(self, some: Iterable[Pending]) -> None:
         """But for those that engines may have died of."""
         for pending in [
-            pending for pending in some if not pending.is_over and not pending.num_deaths and pending.request.priority != PROBE
+            pending
+            for pending in some
+            if not pending.is_over and not pending.num_deaths and pending.request.priority != PROBE
         ]:
             if pending.is_over:  # by what followed from the one before
                 continue
@@ -504,7 +592,8 @@ class EngineClient:
             self._report_lost(self._names_of(pending.request.request_id), GOES_ON)
 
     def _find_suspects(self) -> None:
-        """If the engine died before it could say which requests it had begun with, those may be any that it had."""
+        """If the engine died before it could say which requests it had begun with, those may be any
+        that it had."""
         under_way = [pending for pending in self.pending.values() if not pending.is_over]
         if not any(pending.is_admitted or pending.has_token for pending in under_way):
             for pending in under_way:
@@ -532,7 +621,8 @@ class EngineClient:
         self.death = self.death or why
         self.adapters.engine_lost(EngineDead(self.death))
         self.hand_over_waiting()
-        self.fail_all(EngineDead(self.death, fix="Restart the server."))  # what was computed in full may still be read
+        # what was computed in full may still be read
+        self.fail_all(EngineDead(self.death, fix="Restart the server."))
         self.gave_up.set()
         if self.on_change:
             self.on_change()
@@ -580,7 +670,9 @@ class EngineClient:
         pending.inbox.put(delta)
         if pending.inbox.num_cells > inbox.MAX_CELLS:
             what = "The client does not read: too much of the response waits for it."
-            self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
+            self._end(
+                pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities.")
+            )
 
     def _report(self, batch: list[Event]) -> None:
         for event in batch:
@@ -589,7 +681,8 @@ class EngineClient:
             elif isinstance(event, events.Finished | events.Aborted):
                 self._reported.discard(event.request_id)
             elif isinstance(event, events.Submitted | events.Admitted):
-                pending = self.pending.get(event.request_id.partition(":")[0])  # after it: the sample
+                # after it: the sample
+                pending = self.pending.get(event.request_id.partition(":")[0])
                 if isinstance(event, events.Submitted):
                     self._reported.add(event.request_id)
                 if pending is not None and pending.is_submitted:

@@ -13,7 +13,15 @@ import msgspec
 from tidemill.capabilities import check_request
 from tidemill.config import EngineConfig
 from tidemill.engine.host_times import HostTimes
-from tidemill.engine.moments import Engine, EngineComponents, KindOfPart, Moments, Part, Step, Submission
+from tidemill.engine.moments import (
+    Engine,
+    EngineComponents,
+    KindOfPart,
+    Moments,
+    Part,
+    Step,
+    Submission,
+)
 from tidemill.engine.outputs import LiveRequest, make_deltas
 from tidemill.engine.parts import make_parts
 from tidemill.engine.refusals import nothing_to_sample, refusal
@@ -28,9 +36,22 @@ from tidemill.sched.request import Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.types import events
 from tidemill.types.events import Event, EventBuffer
-from tidemill.types.wire import Abort, Delta, Finish, FromEngine, Pages, Refused, Renew, StepOutput, Submit, Timings, ToEngine
+from tidemill.types.wire import (
+    Abort,
+    Delta,
+    Finish,
+    FromEngine,
+    Pages,
+    Refused,
+    Renew,
+    StepOutput,
+    Submit,
+    Timings,
+    ToEngine,
+)
 
-_MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process is replaced
+# in a row: then the device is taken to be broken, and the engine process is replaced
+_MAX_FAILED_STEPS = 3
 
 
 class EngineCore:
@@ -90,7 +111,8 @@ class EngineCore:
         """From now on these take part in its moments, in this order."""
         self.parts, self._moments = parts, Moments(parts)
         for part in parts:
-            part.engine = cast(Engine, proxy(self))  # memory is freed as soon as nobody else has the core
+            # memory is freed as soon as nobody else has the core
+            part.engine = cast(Engine, proxy(self))
 
     def part(self, kind: type[KindOfPart]) -> KindOfPart:
         return next(part for part in self.parts if isinstance(part, kind))
@@ -107,7 +129,9 @@ class EngineCore:
     @property
     def _is_busy(self) -> bool:
         """There is work that the scheduler does not know."""
-        return bool(self.in_flight or self.delayed) or any(has_work() for has_work in self._moments.has_work)
+        return bool(self.in_flight or self.delayed) or any(
+            has_work() for has_work in self._moments.has_work
+        )
 
     @property
     def is_in_flight(self) -> bool:
@@ -146,11 +170,15 @@ class EngineCore:
         return request_id in self.live or request_id in self.delayed
 
     def submit(self, request: Submit, compiled: Matcher | None = None) -> None:
-        """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
+        """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was
+        compiled just now."""
         if self._is_closed:
             raise TidemillError("The engine is closed.", fix="Make a new one.")
         if self.has(request.request_id):
-            raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
+            raise InvalidRequest(
+                f"A request with the id {request.request_id!r} is already running.",
+                param="request_id",
+            )
         if request.resumed is None:
             queued = [submission.request for submission in self.delayed.values()]
             check_room(self.config.max_waiting, request, queued, self.scheduler.waiting)
@@ -191,7 +219,11 @@ class EngineCore:
             request,
             params=params,
             resumed=submission.resumed,
-            eos_token_ids=[token for token in request.eos_token_ids if 0 <= token < self.model_config.vocab_size],
+            eos_token_ids=[
+                token
+                for token in request.eos_token_ids
+                if 0 <= token < self.model_config.vocab_size
+            ],
             salt=submission.salt,
         )
         samples = self.scheduler.table.add(
@@ -210,7 +242,8 @@ class EngineCore:
     # ---- messages
 
     def abort(self, message: Abort) -> None:
-        """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""
+        """Unknown or ended requests are ignored: the last output may have crossed the abort on its
+        way."""
         request_id, index = message.request_id, message.index
         if index is None:
             self.delayed.pop(request_id, None)
@@ -259,7 +292,8 @@ class EngineCore:
     # ---- a step
 
     def step(self) -> tuple[StepOutput, list[Refused]]:
-        """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
+        """Launch a step and take the results of one: its own, or of the one before it where the
+        runner works ahead."""
         refused = self._refused = list[Refused]()
         plan: StepPlan | None = None
         done: Step | None = None
@@ -279,14 +313,20 @@ class EngineCore:
                 plan = None
             if plan is not None:
                 self._launch(Step(plan, started_s, bool(self.in_flight)))
-            if not done and self.in_flight and (not plan or len(self.in_flight) > self.runner.steps_ahead):
+            if (
+                not done
+                and self.in_flight
+                and (not plan or len(self.in_flight) > self.runner.steps_ahead)
+            ):
                 done = self._collect()
             if not plan and not done:
                 for idle in self._moments.idle:
                     idle()
-        except (WorkerLost, WeightsLost):  # nothing can be computed any more; requests go on in another engine
+        # nothing can be computed any more; requests go on in another engine
+        except (WorkerLost, WeightsLost):
             raise
-        except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
+        # Ctrl-C in a script, too, leaves pages behind that were never computed
+        except BaseException as error:
             self._fail_step(plan, error)
             if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
@@ -307,7 +347,8 @@ class EngineCore:
         for before_launch in self._moments.before_launch:
             before_launch(step)
         step.launched = self.runner.launch(step.plan)
-        step.launch_s = (self.clock.now() if self.runner.steps_ahead else ready_s) - planned_s  # else it was computed, too
+        # else it was computed, too
+        step.launch_s = (self.clock.now() if self.runner.steps_ahead else ready_s) - planned_s
         self.in_flight.append(step)
 
     def _collect(self) -> Step:
@@ -317,7 +358,9 @@ class EngineCore:
         self.in_flight.popleft()
         collected_s = self.clock.now()
         self._num_failed_steps = 0
-        step.broken = result.broken | {row for row, tokens in result.tokens.items() if tokens[-1] < 0}
+        step.broken = result.broken | {
+            row for row, tokens in result.tokens.items() if tokens[-1] < 0
+        }
         for take_results in self._moments.results:
             take_results(step)
         self._fail_broken(step)
@@ -328,14 +371,17 @@ class EngineCore:
         now = step.done_s = self.clock.now()
         took = step.launch_s, now - collected_s
         layout = self.config.step_layout(step.plan.num_tokens)
-        self.emit(events.StepDone(now, step.plan.step, now - step.started_s, num_sampled, layout, *took))
+        self.emit(
+            events.StepDone(now, step.plan.step, now - step.started_s, num_sampled, layout, *took)
+        )
         self.host_times.begin(now)
         for is_done in self._moments.done:
             is_done(step)
         return step
 
     def _outputs(self, step: Step) -> list[Delta]:
-        """The deltas of a step for the frontend. They are made when the next step is launched, if that waited for this one."""
+        """The deltas of a step for the frontend. They are made when the next step is launched, if
+        that waited for this one."""
         progress = [item for item in step.progress if item.request.seq in self.live_of]
         step.deltas += make_deltas(step.plan, step.result, progress, self.live_of, self.clock.now())
         for item in progress:
@@ -362,10 +408,13 @@ class EngineCore:
             end(live, request)
 
     def fail(self, seq: int, error: TidemillError, reason: str, is_broken: bool = False) -> None:
-        """Ends all samples of a sequence's request with an error. `is_broken`: their pages hold NaN."""
+        """Ends all samples of a sequence's request with an error. `is_broken`: their pages hold
+        NaN."""
         live = self.live_of[seq]
         self._cut_short(live.request_id, None, is_broken)
-        leave: Callable[[Request, str], None] = self.scheduler.table.discard if is_broken else self.scheduler.table.abort
+        leave: Callable[[Request, str], None] = (
+            self.scheduler.table.discard if is_broken else self.scheduler.table.abort
+        )
         for request in list(live.requests.values()):
             leave(request, reason)
             self.end(request.seq)
@@ -376,7 +425,8 @@ class EngineCore:
             cut_short(request_id, index, is_broken)
 
     def _fail_broken(self, step: Step) -> None:
-        """Requests whose logits are not numbers fail alone, unless they have left the pages that the step wrote."""
+        """Requests whose logits are not numbers fail alone, unless they have left the pages that
+        the step wrote."""
         tokens = step.result.tokens
         for item in step.plan.items if step.broken else ():
             if item.seq in self.live_of and tokens.get(item.row, (0,))[-1] < 0:
@@ -387,14 +437,19 @@ class EngineCore:
                     self.fail(item.seq, error, "logits are not numbers", is_broken=True)
 
     def _fail_step(self, plan: StepPlan | None, error: BaseException) -> None:
-        """The step raised: its requests fail, and those of steps launched after it (all of them, if it was not even planned). The
-        others start over, since they may share pages that the step had announced and never computed."""
+        """The step raised: its requests fail, and those of steps launched after it (all of them, if
+        it was not even planned). The others start over, since they may share pages that the step
+        had announced and never computed."""
         self._num_failed_steps += 1
         plans = [step.plan for step in self.in_flight]
         if plan is not None and plan not in plans:  # it was not launched
             plans.append(plan)
         self.in_flight.clear()
-        seqs = list(self.live_of) if plan is None else [item.seq for each in plans for item in each.items]
+        seqs = (
+            list(self.live_of)
+            if plan is None
+            else [item.seq for each in plans for item in each.items]
+        )
         seqs = [seq for seq in seqs if seq in self.live_of and not self._has_finished(seq)]
         name = type(error).__name__
         failure = TidemillError(f"The engine failed while computing this request ({name}).")

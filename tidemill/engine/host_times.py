@@ -14,13 +14,15 @@ from tidemill.types.events import EventSink
 class HostTimes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._is_real = isinstance(clock, MonotonicClock)  # in simulated time nothing of this takes any
+        # in simulated time nothing of this takes any
+        self._is_real = isinstance(clock, MonotonicClock)
         self._since_s = clock.now()
         self._spent = {"outputs": 0.0, "messages": 0.0, "idle": 0.0}
         self._gc_s = self._gc_told_s = self._gc_began_s = 0.0
 
     def watch_gc(self) -> None:
-        """From now on the time of garbage collections is told, too. For a process that has one engine, to its end."""
+        """From now on the time of garbage collections is told, too. For a process that has one
+        engine, to its end."""
         gc.callbacks.append(self._on_gc)
 
     def _on_gc(self, phase: str, _: dict[str, Any]) -> None:

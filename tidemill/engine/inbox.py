@@ -8,18 +8,20 @@ from collections import deque
 from tidemill.errors import TidemillError
 from tidemill.types.wire import Delta
 
-# Of a backlog; about 100 bytes each. A whole response has fewer: a busy server must not take itself for a slow client.
+# Of a backlog; about 100 bytes each. A whole response has fewer: a busy server must not take itself
+# for a slow client.
 MAX_CELLS = 2**20
 PIECE_CELLS = 2**11  # of a piece that is taken at once
 _DELTA_CELLS = 2  # of a delta besides its contents
 
 
 class Inbox:
-    """One reader. Deltas of a sample that wait together are taken together, in pieces of bounded size: a server that falls behind
-    catches up, since each piece that it sends then holds more tokens.
+    """One reader. Deltas of a sample that wait together are taken together, in pieces of bounded
+    size: a server that falls behind catches up, since each piece that it sends then holds more
+    tokens.
 
-    A backlog is counted in cells: tokens and log-probabilities. Those of the prompt come once and are bounded by the request, so
-    they do not count."""
+    A backlog is counted in cells: tokens and log-probabilities. Those of the prompt come once and
+    are bounded by the request, so they do not count."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Delta]] = {}  # by sample; the first is taken next
@@ -40,7 +42,8 @@ class Inbox:
         self._wake()
 
     async def take(self) -> Delta:
-        """The next piece, or raise the error. Other tasks run between two pieces, however many wait."""
+        """The next piece, or raise the error. Other tasks run between two pieces, however many
+        wait."""
         if self._waiting:
             await asyncio.sleep(0)
         while not self._waiting and self._error is None:
@@ -66,10 +69,15 @@ class Inbox:
 
 
 def cells(delta: Delta) -> int:
-    """An output of beam search comes at once and is bounded by the request, so what is in it does not count."""
+    """An output of beam search comes at once and is bounded by the request, so what is in it does
+    not count."""
     if delta.score is not None:
         return _DELTA_CELLS
-    return _DELTA_CELLS + len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
+    return (
+        _DELTA_CELLS
+        + len(delta.token_ids)
+        + sum(1 + len(entry.top) for entry in delta.logprobs or ())
+    )
 
 
 def _joined(parts: list[Delta]) -> Delta:
@@ -79,7 +87,9 @@ def _joined(parts: list[Delta]) -> Delta:
         first.index,
         [token for part in parts for token in part.token_ids],
         last.finish_reason,
-        None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
+        None
+        if first.logprobs is None
+        else [entry for part in parts for entry in part.logprobs or ()],
         first.prompt_pieces,  # these and the embedding come with the first token
         last.num_cached,
         last.timings,

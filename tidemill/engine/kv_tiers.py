@@ -27,10 +27,16 @@ _PATIENCE_S = 2.0  # for an announcement that rank 0 has had
 
 
 def open_tiers(
-    runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float], no_disk: str = ""
+    runner: Runner,
+    config: EngineConfig,
+    weights: bytes,
+    emit: EventSink,
+    now: Callable[[], float],
+    no_disk: str = "",
 ) -> Tiers | None:
-    """`weights`: a digest of them and of how positions are rotated. A file that cannot be used is an event, and pages are
-    computed again; other engines that have other pages are an error. `no_disk`: why another rank has no file."""
+    """`weights`: a digest of them and of how positions are rotated. A file that cannot be used is
+    an event, and pages are computed again; other engines that have other pages are an error.
+    `no_disk`: why another rank has no file."""
     if not config.has_tiers:
         return None
 
@@ -43,12 +49,17 @@ def open_tiers(
     if no_disk:
         note(no_disk)
     num_records = opened.file.num_records if opened and not no_disk else 0
-    if config.num_ranks > 1:  # each rank's file holds as many pages, also of one whose pages are larger
-        num_records = min(num_records, records_in(config.kv_disk_bytes // config.num_ranks, config.page_bytes))
+    # each rank's file holds as many pages, also of one whose pages are larger
+    if config.num_ranks > 1:
+        num_records = min(
+            num_records, records_in(config.kv_disk_bytes // config.num_ranks, config.page_bytes)
+        )
     return Tiers(
         config.host_slots,
         num_records,
-        [(key, record) for key, record in opened.contents if record < num_records] if opened else (),
+        [(key, record) for key, record in opened.contents if record < num_records]
+        if opened
+        else (),
         Costs(config.token_budget),
         config.page_bytes,
         config.export_slots,
@@ -58,18 +69,26 @@ def open_tiers(
 def open_outside(
     runner: Runner, config: EngineConfig, weights: bytes, rank: int, note: Callable[[str], None]
 ) -> tuple[Outside, Opened | None]:
-    """Opens the places outside host memory that a rank's pages move to and from. `note`: is told why a file, or part of one, is
-    not used."""
+    """Opens the places outside host memory that a rank's pages move to and from. `note`: is told
+    why a file, or part of one, is not used."""
     identity, page_bytes = _identity(config, weights, rank), runner.cache[0].nbytes
     opened = _open_file(config, identity, page_bytes, rank, note) if config.kv_disk else None
     exporter = importer = None
     identity, key_file = identity | {"protocol": PROTOCOL}, config.kv_key_file
     try:
         if config.export_slots:
-            exporter = open_exporter(rank_address(config.kv_export, rank), config.export_slots, page_bytes, identity, key_file)
+            exporter = open_exporter(
+                rank_address(config.kv_export, rank),
+                config.export_slots,
+                page_bytes,
+                identity,
+                key_file,
+            )
         if config.kv_import:
             addresses = [rank_address(address, rank) for address in config.kv_import]
-            importer = open_importer(addresses, page_bytes, identity, key_file, _PATIENCE_S if rank else 0.0)
+            importer = open_importer(
+                addresses, page_bytes, identity, key_file, _PATIENCE_S if rank else 0.0
+            )
     except BaseException:
         Outside(opened.file if opened else None, exporter).close()
         raise
@@ -77,9 +96,14 @@ def open_outside(
 
 
 def _open_file(
-    config: EngineConfig, identity: Identity, page_bytes: int, rank: int, note: Callable[[str], None]
+    config: EngineConfig,
+    identity: Identity,
+    page_bytes: int,
+    rank: int,
+    note: Callable[[str], None],
 ) -> Opened | None:
-    """Opens the page file. Of several ranks, each has a file in a folder of its own, and its share of the quota."""
+    """Opens the page file. Of several ranks, each has a file in a folder of its own, and its share
+    of the quota."""
     digest = hashlib.sha256(repr(sorted(identity.items())).encode()).digest()
     folder, num = Path(config.kv_disk), config.num_ranks
     folder = folder if num == 1 else folder / f"rank-{rank}-of-{num}"
@@ -94,8 +118,13 @@ def _open_file(
 
 
 def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]:
-    """All that the bytes of a page depend on, besides its tokens: pages of another one are never read."""
-    calibration = b"" if config.kv_calibration is None else Path(config.kv_calibration).expanduser().read_bytes()
+    """All that the bytes of a page depend on, besides its tokens: pages of another one are never
+    read."""
+    calibration = (
+        b""
+        if config.kv_calibration is None
+        else Path(config.kv_calibration).expanduser().read_bytes()
+    )
     parts = {
         "version": __version__,
         "device": config.device,
@@ -110,8 +139,15 @@ def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]
         "calibration": hashlib.sha256(calibration).hexdigest(),
     }
     if config.num_ranks > 1:
-        layout = "1d" if config.tensor_layout == "phased" else config.tensor_layout  # whose pages have the same bits
-        parts["rank"] = (rank, config.tensor_parallel, config.pipeline_parallel, layout, config.expert_parallel)
+        # whose pages have the same bits
+        layout = "1d" if config.tensor_layout == "phased" else config.tensor_layout
+        parts["rank"] = (
+            rank,
+            config.tensor_parallel,
+            config.pipeline_parallel,
+            layout,
+            config.expert_parallel,
+        )
     if config.pipeline_parallel > 1:
         parts["division of layers"] = "+".join(map(str, config.pipeline_layers))
     return {name: str(part) for name, part in parts.items()}

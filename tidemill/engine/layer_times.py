@@ -1,4 +1,5 @@
-"""Measures how long the layers of a model take, in the ranks of a pipeline that computes steps of prefill and of decode."""
+"""Measures how long the layers of a model take, in the ranks of a pipeline that computes steps of
+prefill and of decode."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ class _Measurement:
         self._core, self._group, self._progress = core, core.runner, progress
         self._draw, self._number, self._done = random.Random(0), 0, 0
         self.prompt_len = min(_PROMPT_LEN, config.max_context - 1, config.num_kv_tokens // 2)
-        self._num_first = -(-_BATCH * _SHORT_LEN // config.token_budget) + 2  # steps until all decode
+        # steps until all decode
+        self._num_first = -(-_BATCH * _SHORT_LEN // config.token_budget) + 2
         num_tokens = _SHORT_LEN + self._num_first + (_TIMES + 1) * _STEPS + 1
-        self.batch = max(1, min(_BATCH, config.max_requests, config.num_kv_tokens // 2 // num_tokens))
+        self.batch = max(
+            1, min(_BATCH, config.max_requests, config.num_kv_tokens // 2 // num_tokens)
+        )
 
     def prefill(self) -> list[dict[int, float]]:
         return [self._tell(self._prompt()) for _ in range(_TIMES + 1)][1:]  # the first is slower
@@ -83,19 +87,29 @@ class _Measurement:
 
 
 def measure_layers(
-    core: EngineCore, options: EngineOptions, machine: Machine, progress: Callable[[float], None] = lambda part: None
+    core: EngineCore,
+    options: EngineOptions,
+    machine: Machine,
+    progress: Callable[[float], None] = lambda part: None,
 ) -> LayerTimes:
-    """`core`: of ranks on CPUs, started with these options. Layers of one kind are taken to need the same time."""
+    """`core`: of ranks on CPUs, started with these options. Layers of one kind are taken to need
+    the same time."""
     measurement, model = _Measurement(core, progress), core.model_config
     prefill, decode = measurement.prefill(), measurement.decode()
     kinds = [(spec, model.moe(layer)) for layer, spec in enumerate(model.layers)]
 
     def times(*units: int) -> Times:
         return Times(
-            *(statistics.median(times_of.get(unit, 0.0) for times_of in taken for unit in units) for taken in (prefill, decode))
+            *(
+                statistics.median(times_of.get(unit, 0.0) for times_of in taken for unit in units)
+                for taken in (prefill, decode)
+            )
         )
 
-    of_kind = {kind: times(*(i for i, other in enumerate(kinds) if other == kind)) for kind in dict.fromkeys(kinds)}
+    of_kind = {
+        kind: times(*(i for i, other in enumerate(kinds) if other == kind))
+        for kind in dict.fromkeys(kinds)
+    }
     return LayerTimes(
         FORMAT,
         __version__,

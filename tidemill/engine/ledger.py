@@ -1,8 +1,10 @@
-"""The ledger of an engine: whose requests its time went to, read from its events and from nothing else.
+"""The ledger of an engine: whose requests its time went to, read from its events and from nothing
+else.
 
-Each moment of the engine is in one row. While a step is computed it belongs to the tenants of the step, each by the tokens that
-were computed for it; so does the engine's own work before the step, which planned and launched it. Without a step to compute the
-engine is idle. What belongs to nobody's request, such as a restart, is the engine's own. So the rows add up to the whole.
+Each moment of the engine is in one row. While a step is computed it belongs to the tenants of the
+step, each by the tokens that were computed for it; so does the engine's own work before the step,
+which planned and launched it. Without a step to compute the engine is idle. What belongs to
+nobody's request, such as a restart, is the engine's own. So the rows add up to the whole.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tidemill.types.events import Event
 
 MAX_TENANTS = 1000  # with a row of their own
 OTHERS = "others"  # the row of all tenants beyond that
-_MAX_SKEW_S = 60.0  # between an engine's clock and this one's; engines of other machines have others
+# between an engine's clock and this one's; engines of other machines have others
+_MAX_SKEW_S = 60.0
 _MAX_AHEAD = 8  # steps planned and not done; one that failed never is
 
 
@@ -50,7 +53,8 @@ class Ledger:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}  # by tenant
         self.idle, self.own = Account(), Account()  # of nobody
-        self._since_s: float | None = None  # up to where its time is accounted for; None: it has not begun
+        # up to where its time is accounted for; None: it has not begun
+        self._since_s: float | None = None
         self._loaded_s: float | None = None
         self._taken_s = time.monotonic()  # when the latest events came
         self._host_s = 0.0  # since the last step, of nobody yet
@@ -91,7 +95,9 @@ class Ledger:
                 account.num_output += event.num_output
                 self._leave(event.request_id)
             case events.Aborted():
-                self.account(self._tenant_of.get(event.request_id, "")).num_output += event.num_output
+                self.account(
+                    self._tenant_of.get(event.request_id, "")
+                ).num_output += event.num_output
                 self._leave(event.request_id)
             case events.ModelLoaded():
                 self._since_s, self._loaded_s = None, now
@@ -123,7 +129,9 @@ class Ledger:
     def _divide(self, event: events.LoopTimed) -> None:
         """The loop's time until a step is planned."""
         if self._since_s is None:
-            self._since_s = event.time_s - event.outputs_s - event.messages_s - event.idle_s - event.gc_s
+            self._since_s = (
+                event.time_s - event.outputs_s - event.messages_s - event.idle_s - event.gc_s
+            )
         spent = self._advance(event.time_s)
         if self._steps:
             self._share(next(iter(self._steps.values())), spent, 0.0)
@@ -146,7 +154,9 @@ class Ledger:
         self._steps[event.step] = tokens
         self._steps.pop(event.step - _MAX_AHEAD, None)
 
-    def _tokens_by_tenant(self, tokens_of: Iterable[tuple[str, int]], num_tokens: int) -> Mapping[str, int]:
+    def _tokens_by_tenant(
+        self, tokens_of: Iterable[tuple[str, int]], num_tokens: int
+    ) -> Mapping[str, int]:
         if len(self._live) == 1:  # nearly always: a step of hundreds need not be looked at
             return {next(iter(self._live)): num_tokens}
         tokens: dict[str, int] = {}
@@ -191,7 +201,9 @@ class Ledger:
         own.host_s += self._host_s
         if self._steps and (tokens := next(iter(self._steps.values()))):
             for tenant, num in tokens.items():
-                tenants[tenant if tenant in tenants else OTHERS].device_s += spent * num / max(sum(tokens.values()), 1)
+                tenants[tenant if tenant in tenants else OTHERS].device_s += (
+                    spent * num / max(sum(tokens.values()), 1)
+                )
         else:
             idle.host_s += spent
         return tenants, idle, own
@@ -202,19 +214,28 @@ class LedgerCollector(Collector):
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._idle_s = 0.0  # a counter never falls, though the latest part may turn out to be another's
+        # a counter never falls, though the latest part may turn out to be another's
+        self._idle_s = 0.0
 
     def describe(self) -> list[CounterMetricFamily]:
         self._seconds = CounterMetricFamily(
             "tidemill_tenant_seconds", "Time of the engine that went to a tenant's requests: computing, or the host's part",
             labels=("tenant", "kind"),
         )  # fmt: skip
-        self._idle = CounterMetricFamily("tidemill_idle_seconds", "Time in which the engine had nothing to do")
-        self._own = CounterMetricFamily("tidemill_own_seconds", "Time of the engine that went to nobody's request")
-        self._tokens = CounterMetricFamily(
-            "tidemill_tenant_tokens", "Tokens of a tenant's requests: prompt, cached, computed, output", labels=("tenant", "kind")
+        self._idle = CounterMetricFamily(
+            "tidemill_idle_seconds", "Time in which the engine had nothing to do"
         )
-        self._joules = CounterMetricFamily("tidemill_tenant_joules", "Energy of GPUs that went to a tenant", labels=("tenant",))
+        self._own = CounterMetricFamily(
+            "tidemill_own_seconds", "Time of the engine that went to nobody's request"
+        )
+        self._tokens = CounterMetricFamily(
+            "tidemill_tenant_tokens",
+            "Tokens of a tenant's requests: prompt, cached, computed, output",
+            labels=("tenant", "kind"),
+        )
+        self._joules = CounterMetricFamily(
+            "tidemill_tenant_joules", "Energy of GPUs that went to a tenant", labels=("tenant",)
+        )
         return [self._seconds, self._idle, self._own, self._tokens, self._joules]
 
     def collect(self) -> list[CounterMetricFamily]:

@@ -40,14 +40,17 @@ _AT_ONCE = 16  # messages
 
 
 class Link(Protocol):
-    """The interface of an engine that a client needs, wherever the engine runs. It is started once and closed once."""
+    """The interface of an engine that a client needs, wherever the engine runs. It is started once
+    and closed once."""
 
     last_error: str  # why it ended
     is_blameless: bool  # it was lost with its machine or by hand, and not by what it computed
 
-    async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
-        """Raises what the engine reports; EngineDead if it ends or makes no progress for `within_s`; OSError if what it takes is
-        not there, but may be later."""
+    async def start(
+        self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S
+    ) -> Ready:
+        """Raises what the engine reports; EngineDead if it ends or makes no progress for
+        `within_s`; OSError if what it takes is not there, but may be later."""
         ...
 
     def send(self, message: ToEngine) -> None:
@@ -85,36 +88,55 @@ class EngineLink:
         """The process's id; None: there is none."""
         return None if self._process is None else self._process.pid
 
-    async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
-        """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead if it ends or makes no
-        progress for `within_s`; OSError if this process lacks what it takes: file descriptors, a temporary folder."""
+    async def start(
+        self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S
+    ) -> Ready:
+        """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead
+        if it ends or makes no progress for `within_s`; OSError if this process lacks what it takes:
+        file descriptors, a temporary folder."""
         ready = await self._ask(Start(options), Ready, on_loading, within_s)
         self._is_ready = True
         return ready
 
-    async def inspect(self, model: str, draft_model: str | None = None, within_s: float = START_S) -> Inspected:
+    async def inspect(
+        self, model: str, draft_model: str | None = None, within_s: float = START_S
+    ) -> Inspected:
         """A model's shape, from a process that is not started. May be called several times."""
         return await self._ask(Inspect(model, draft_model), Inspected, None, within_s)
 
-    async def _ask(self, message: ToEngine, kind: type[T], on_loading: Callable[[Loading], None] | None, within_s: float) -> T:
-        """Send a message to the process, which is spawned if there is none, and wait for its answer."""
+    async def _ask(
+        self,
+        message: ToEngine,
+        kind: type[T],
+        on_loading: Callable[[Loading], None] | None,
+        within_s: float,
+    ) -> T:
+        """Send a message to the process, which is spawned if there is none, and wait for its
+        answer."""
         try:
             process, socket = await self._spawn()
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from error
         died = asyncio.create_task(process.wait())
-        starting = asyncio.ensure_future(socket.send(encode(message)))  # waits until the process connects
+        # waits until the process connects
+        starting = asyncio.ensure_future(socket.send(encode(message)))
         receiving = None
         try:
             while True:
                 receiving = asyncio.ensure_future(socket.recv())
-                done, _ = await asyncio.wait([receiving, died], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [receiving, died], timeout=within_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not done:
-                    raise EngineDead(f"The engine process made no progress in {within_s:g} s while starting.")
+                    raise EngineDead(
+                        f"The engine process made no progress in {within_s:g} s while starting."
+                    )
                 if not receiving.done():
                     await asyncio.wait([receiving], timeout=_LAST_MESSAGES_S)
                 if not receiving.done():
-                    raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
+                    raise EngineDead(
+                        f"The engine process ended with code {process.returncode} while starting."
+                    )
                 reply = decode_from_engine(receiving.result())
                 if isinstance(reply, Loading) and on_loading:
                     on_loading(reply)
@@ -140,7 +162,8 @@ class EngineLink:
             socket.bind(endpoint)
         finally:
             os.umask(umask)
-        # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
+        # -P: the current folder is not searched for modules; a downloaded model's folder must not
+        # bring code of its own.
         command = [sys.executable, "-P", "-m", self.module, endpoint]
         self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -183,7 +206,10 @@ class EngineLink:
                 if not receiving.done():
                     await asyncio.wait([receiving], timeout=_LAST_MESSAGES_S / 2)
                 if not receiving.done():
-                    self.last_error = self.last_error or f"The engine process ended with code {process.returncode}."
+                    self.last_error = (
+                        self.last_error
+                        or f"The engine process ended with code {process.returncode}."
+                    )
                     return
                 for _ in range(_AT_ONCE):  # those that have arrived, before other tasks run
                     take(receiving.result())

@@ -1,4 +1,5 @@
-"""The checked inputs of `LLM` and `AsyncLLM`: options, also under vLLM's names, prompts, messages and parameters."""
+"""The checked inputs of `LLM` and `AsyncLLM`: options, also under vLLM's names, prompts, messages
+and parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tidemill.weights.locate import locate
 
 NO_LIMIT = 2**31 - 1
 _LORAS = 8  # slots where vLLM's enable_lora is given, and no number
-# vLLM's names of options: those that are ours under another name, those that cannot change an answer, and those of which only
-# one value can be had.
+# vLLM's names of options: those that are ours under another name, those that cannot change an
+# answer, and those of which only one value can be had.
 _SAME = {
     "max_model_len": "max_context",
     "max_num_seqs": "max_requests",
@@ -47,7 +48,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def engine_options(options: dict[str, Any], model: str) -> dict[str, Any]:
-    """The fields of EngineOptions. Options of vLLM that cannot change an answer are dropped with a warning."""
+    """The fields of EngineOptions. Options of vLLM that cannot change an answer are dropped with a
+    warning."""
     known = {field.name for field in fields(EngineOptions)} - {"model"}
     checked: dict[str, Any] = {}
     dropped = []
@@ -57,17 +59,27 @@ def engine_options(options: dict[str, Any], model: str) -> dict[str, Any]:
         target = _SAME.get(name, name)
         if target in known:
             if target in checked and target != "max_loras":
-                raise ConfigError(f"{target} is given twice, also as {name}.", fix="Give one.", param=name)
+                raise ConfigError(
+                    f"{target} is given twice, also as {name}.", fix="Give one.", param=name
+                )
             if value is not None:
                 checked[target] = value
         elif name in _ONLY:
             if value not in _ONLY[name] and not (name == "tokenizer" and value == model):
-                raise ConfigError(f"{name}={value!r} is not supported.", fix=f"Leave {name} out.", param=name)
+                raise ConfigError(
+                    f"{name}={value!r} is not supported.", fix=f"Leave {name} out.", param=name
+                )
         elif name in _WITHOUT_EFFECT:
             dropped.append(name)
         else:
-            nearest = difflib.get_close_matches(name, [*known, *_SAME, *_ONLY, "progress", "seed"], n=1, cutoff=0.5)
-            fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(sorted(known))}."
+            nearest = difflib.get_close_matches(
+                name, [*known, *_SAME, *_ONLY, "progress", "seed"], n=1, cutoff=0.5
+            )
+            fix = (
+                f"Did you mean {nearest[0]}?"
+                if nearest
+                else f"There are {', '.join(sorted(known))}."
+            )
             raise ConfigError(f"LLM has no option {name!r}.", fix=fix, param=name)
     if dropped:
         warnings.warn(f"LLM: without effect: {', '.join(sorted(dropped))}.", stacklevel=3)
@@ -85,8 +97,8 @@ def engine_options(options: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def located_options(model: str, options: dict[str, Any]) -> tuple[Path, EngineOptions]:
-    """The folder of a model's files, fetched if need be, and the options of an engine for it. A script may queue any number of
-    requests."""
+    """The folder of a model's files, fetched if need be, and the options of an engine for it. A
+    script may queue any number of requests."""
     settings = engine_options(dict(options), model)
     path = locate(model, fetch=True)
     defaults: dict[str, Any] = {"model": str(path), "max_waiting": NO_LIMIT}
@@ -115,19 +127,29 @@ class PromptEncoder:
 
     def encode_chat(self, messages: Any, **template_options: Any) -> list[int]:
         check_messages(messages)
-        return self._tokenizer.encode_chat(messages, max_tokens=self._max_tokens, **template_options)
+        return self._tokenizer.encode_chat(
+            messages, max_tokens=self._max_tokens, **template_options
+        )
 
 
 def params_list(params: Any, num: int) -> list[SamplingParams]:
-    each = [params or SamplingParams()] * num if params is None or isinstance(params, SamplingParams) else params
-    if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
+    each = (
+        [params or SamplingParams()] * num
+        if params is None or isinstance(params, SamplingParams)
+        else params
+    )
+    if not isinstance(each, Sequence) or not all(
+        isinstance(params, SamplingParams) for params in each
+    ):
         raise InvalidRequest(
             f"sampling_params is a SamplingParams or a list of them; got {shown(params)}.",
             fix="Write SamplingParams(temperature=0, max_tokens=100).",
             param="sampling_params",
         )
     if len(each) != num:
-        raise InvalidRequest(f"{num} prompts and {len(each)} sets of sampling parameters.", param="sampling_params")
+        raise InvalidRequest(
+            f"{num} prompts and {len(each)} sets of sampling parameters.", param="sampling_params"
+        )
     return list(each)
 
 
@@ -153,7 +175,9 @@ def conversation_list(messages: Any) -> tuple[list[Any], bool]:
 
 def check_messages(messages: Any) -> None:
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+    if not is_list or not all(
+        isinstance(message, Mapping) and "role" in message for message in messages
+    ):
         raise InvalidRequest(
             f"chat() takes a list of messages; got {shown(messages)}.",
             fix='Write [{"role": "user", "content": "text"}], or use generate() to continue a text.',
@@ -163,11 +187,19 @@ def check_messages(messages: Any) -> None:
 
 def of_mapping(prompt: Mapping[str, Any]) -> Any:
     """vLLM's {"prompt": text} and {"prompt_token_ids": ids}; of both, the ids are the prompt."""
-    unknown = [name for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids", "cache_salt") and value]
+    unknown = [
+        name
+        for name, value in prompt.items()
+        if name not in ("prompt", "prompt_token_ids", "cache_salt") and value
+    ]
     if unknown or (prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None):
         what = f"not {unknown[0]!r}" if unknown else "neither is there"
-        raise InvalidRequest(f"A prompt as a dict has prompt or prompt_token_ids; {what}.", param="prompt")
-    return prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+        raise InvalidRequest(
+            f"A prompt as a dict has prompt or prompt_token_ids; {what}.", param="prompt"
+        )
+    return (
+        prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+    )
 
 
 def shown(value: Any) -> str:

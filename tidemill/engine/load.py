@@ -66,7 +66,10 @@ def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model
     """A draft model, without its weights. Its tokens must be the target's."""
     checkpoint, architecture, config = inspect(name)
     if checkpoint.path != target.path:
-        theirs, ours = Tokenizer.load(checkpoint.path).vocabulary, Tokenizer.load(target.path).vocabulary
+        theirs, ours = (
+            Tokenizer.load(checkpoint.path).vocabulary,
+            Tokenizer.load(target.path).vocabulary,
+        )
         if theirs != ours:
             num = len(theirs.items() ^ ours.items())
             raise ConfigError(
@@ -97,20 +100,26 @@ def core_of(
     group: WorkerGroup | None = None,
     whole: ModelConfig | None = None,
 ) -> EngineCore:
-    """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk. `group`: of
-    ranks that compute the model, which is rank 0's part of `whole`."""
+    """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its
+    pages on disk. `group`: of ranks that compute the model, which is rank 0's part of `whole`."""
     clock, emit = clock or MonotonicClock(), EventBuffer()
     runner: Runner = make_runner(model, config) if group is None else group
     is_long = model.config.has_long_factors(config.max_context)
     no_disk = "" if group is None else group.no_disk
     tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now, no_disk)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
-    drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
+    drafters = make_drafters(
+        DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft)
+    )
     if runner.fallback:
         config = replace(config, reasons={**config.reasons, "kernels": runner.fallback})
         emit(events.KernelsFellBack(clock.now(), runner.fallback))
     if config.pipeline_parallel > 1:
-        emit(events.LayersDivided(clock.now(), config.pipeline_layers, config.reasons["pipeline_layers"]))
+        emit(
+            events.LayersDivided(
+                clock.now(), config.pipeline_layers, config.reasons["pipeline_layers"]
+            )
+        )
     for trial in getattr(runner, "nano", ()):
         tried = trial.decodes, trial.size, trial.whole_ms, trial.halves_ms, trial.is_taken
         emit(events.NanoBatchingTried(clock.now(), *tried))
@@ -127,7 +136,9 @@ def core_of(
     return EngineCore(components, config, clock, emit)
 
 
-def load_core(options: EngineOptions, progress: ProgressFn | None = None, clock: Clock | None = None) -> EngineCore:
+def load_core(
+    options: EngineOptions, progress: ProgressFn | None = None, clock: Clock | None = None
+) -> EngineCore:
     make_policy(options.policy)  # a wrong name is an error before gigabytes are read
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
@@ -136,33 +147,52 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None, clock:
     setup = set_up(options, model_config, here)
     check_setup(setup)
     layers, reason = decide_stages(options, model_config, here)
-    if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
+    # each rank has its share of the model, and of the memory
+    if 1 < options.tensor_parallel <= MAX_RANKS:
         layout, why = settle_layout(setup)
         rank_options = replace(options, tensor_layout=layout)
         shape, here = largest_part(rank_options, shape), share_of(here, options.tensor_parallel)
-    stages = [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []
-    config = replace(resolve(rank_options, shape, here, None if draft is None else draft[2], stages), pipeline_layers=layers)
+    stages = (
+        [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []
+    )
+    config = replace(
+        resolve(rank_options, shape, here, None if draft is None else draft[2], stages),
+        pipeline_layers=layers,
+    )
     config.reasons["pipeline_layers"] = reason
     if config.tensor_layout == "phased":
-        config = replace(config, gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]))
+        config = replace(
+            config,
+            gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]),
+        )
         config.reasons["gather_tokens"] = "estimated, as `tidemill plan-layout` does"
     config.reasons["tensor_layout"] = why or config.reasons["tensor_layout"]
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
+        raise ConfigError(
+            f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy."
+        )
     random, group = options.load_format == "dummy", None
-    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    # its pages with those of other engines
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)
     weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     if compares and config.contextual_sparsity is not None:
         weights += digest_of(Path(config.contextual_sparsity).expanduser(), config.threads)
     if compares and config.hot_neurons is not None:
-        weights += digest_of(Path(config.hot_neurons.folder).expanduser(), config.threads) + repr(config.hot_neurons[1:]).encode()
+        weights += (
+            digest_of(Path(config.hot_neurons.folder).expanduser(), config.threads)
+            + repr(config.hot_neurons[1:]).encode()
+        )
     if config.num_ranks > 1:
-        model, group = start_group(options, checkpoint, architecture, model_config, config, progress, weights)
+        model, group = start_group(
+            options, checkpoint, architecture, model_config, config, progress, weights
+        )
     else:
         model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
-        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress, weights, clock)
+        return _core_with(
+            options, config, model, checkpoint, model_config, group, draft, progress, weights, clock
+        )
     except BaseException:
         if group is not None:
             group.close()
@@ -184,7 +214,9 @@ def _load_alone(
         sparsity = None if folder is None else ContextualSparsity(Path(folder).expanduser(), shape)
         return architecture.load(checkpoint, shape, plan, progress, random, sparsity=sparsity)
     if config.device == "cuda":
-        return architecture.load(checkpoint, shape, plan, progress, random, streaming=to_gpu(config, shape))
+        return architecture.load(
+            checkpoint, shape, plan, progress, random, streaming=to_gpu(config, shape)
+        )
 
     total = shape.weight_bytes(config.dtype, compiled=True)
     by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)
@@ -206,12 +238,17 @@ def to_gpu(config: EngineConfig, shape: ModelConfig) -> Streaming:
     hot = config.hot_neurons
     if hot is None:
         return HostStreaming(config.weight_memory)
-    often = read_hottest(Path(hot.folder).expanduser(), shape.num_layers, shape.intermediate_size, hot.num)
+    often = read_hottest(
+        Path(hot.folder).expanduser(), shape.num_layers, shape.intermediate_size, hot.num
+    )
     return NeuronSplit(config.weight_memory, often, hot.gates_on_gpu)
 
 
-def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool) -> Store:
-    """Opens the store of the model's weights, in the form that the kernels of this machine take them."""
+def open_store(
+    checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool
+) -> Store:
+    """Opens the store of the model's weights, in the form that the kernels of this machine take
+    them."""
     about = f"{config.scheme} {by_neuron} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
     folder = Folder(Path(config.weight_cache).expanduser(), config.weight_cache_bytes)
     num_bytes = shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES
@@ -237,7 +274,9 @@ def _core_with(
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    core = core_of(model, config, clock, draft=draft_model, weights_digest=weights, group=group, whole=whole)
+    core = core_of(
+        model, config, clock, draft=draft_model, weights_digest=weights, group=group, whole=whole
+    )
     core.part(StructuredOutput).tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):
         core.part(AdapterStore).load_now(number, name, path)

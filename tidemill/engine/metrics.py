@@ -1,4 +1,5 @@
-"""Prometheus metrics, read from the engine's events and from nothing else. docs/reference/metrics.md lists them."""
+"""Prometheus metrics, read from the engine's events and from nothing else.
+docs/reference/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str]
     kind: str  # counter, gauge or histogram
     value: float | None = None
-    count: int = 0  # of a histogram: observations, their sum, and how many there are up to each bound
+    # of a histogram: observations, their sum, and how many there are up to each bound
+    count: int = 0
     sum: float = 0.0
     buckets: dict[str, int] = {}
 
@@ -47,75 +49,140 @@ class Metrics:
         self.registry.register(self.tenants)
         self._is_given_up = False
         self.submitted = self._counter("requests_submitted", "Requests submitted (one per sample)")
-        self.finished = self._counter("requests_finished", "Requests finished or aborted, by reason", ("reason",))
+        self.finished = self._counter(
+            "requests_finished", "Requests finished or aborted, by reason", ("reason",)
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self.output_tokens = self._counter("output_tokens", "Tokens generated")
-        self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
+        self.cached_tokens = self._counter(
+            "cached_tokens", "Tokens found in the prefix cache at admission"
+        )
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
-        self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
+        self.preemptions = self._counter(
+            "preemptions", "Preemptions: a running request gave up its KV pages"
+        )
         self.swaps = self._counter("swaps", "Preemptions whose pages go to host memory")
         self.tier_tokens = self._counter(
-            "tier_cached_tokens", "Cached tokens that host memory, disk or another engine held", ("tier",)
+            "tier_cached_tokens",
+            "Cached tokens that host memory, disk or another engine held",
+            ("tier",),
         )
-        self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved to a tier or from it", ("tier", "direction"))
-        self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
+        self.moved_bytes = self._counter(
+            "kv_moved_bytes", "Bytes of KV pages moved to a tier or from it", ("tier", "direction")
+        )
+        self.failed_moves = self._counter(
+            "kv_moves_failed", "KV pages that could not be moved", ("tier", "direction")
+        )
         self.tiers_not_used = self._counter(
-            "tiers_not_used", "Files of KV pages, and other engines, that could not be used", ("tier",)
+            "tiers_not_used",
+            "Files of KV pages, and other engines, that could not be used",
+            ("tier",),
         )
         self.placed = self._counter(
-            "requests_placed", "With prefill and decode engines: parts of requests, by the engine that got them", ("part",)
+            "requests_placed",
+            "With prefill and decode engines: parts of requests, by the engine that got them",
+            ("part",),
         )
         self.taken_over = self._counter(
-            "taken_over_tokens", "Tokens of requests that another engine began, found or computed again", ("kv",)
+            "taken_over_tokens",
+            "Tokens of requests that another engine began, found or computed again",
+            ("kv",),
         )
         self.recordings_stopped = self._counter(
-            "recordings_stopped", "1 if the load is not recorded any more, because the file could not be written"
+            "recordings_stopped",
+            "1 if the load is not recorded any more, because the file could not be written",
         )
-        self.advised = self._gauge("disaggregation_advised", "1 if prefill and decode engines are expected to be better")
+        self.advised = self._gauge(
+            "disaggregation_advised", "1 if prefill and decode engines are expected to be better"
+        )
         self.advised_gain = self._gauge(
-            "disaggregation_gain", "Expected gain of such engines in p99 inter-token latency; 0: not known"
+            "disaggregation_gain",
+            "Expected gain of such engines in p99 inter-token latency; 0: not known",
         )
-        self.hand_over_s = self._histogram("hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S)
+        self.hand_over_s = self._histogram(
+            "hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S
+        )
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
-        self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
+        self.evicted_tokens = self._counter(
+            "evicted_tokens", "Tokens that KV policies of requests gave up"
+        )
         self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
         self.holds_refused = self._counter(
-            "prefixes_not_held", "Prefixes that were to be pinned or retained, and are not", ("kind",)
+            "prefixes_not_held",
+            "Prefixes that were to be pinned or retained, and are not",
+            ("kind",),
         )
-        self.holds_ended = self._counter("holds_ended", "Pinned or retained prefixes that are evictable again", ("kind",))
-        self.pinned_pages = self._gauge("kv_pages_pinned", "KV pages of prompt caches, which are not evicted")
-        self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or retained and evicted after others")
-        self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were verified, by drafter", ("drafter",))
-        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were right, by drafter", ("drafter",))
-        self.lost_tokens = self._counter("lost_tokens", "Tokens of steps that followed wrong drafts, computed for nothing")
-        self.weight_bytes = self._counter("weights_read_bytes", "Bytes of streamed weights read from disk or host memory")
-        self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for streamed weights")
-        self.weights_foreseen = self._counter("weights_foreseen", "Experts that were read ahead by a guess, and then used")
+        self.holds_ended = self._counter(
+            "holds_ended", "Pinned or retained prefixes that are evictable again", ("kind",)
+        )
+        self.pinned_pages = self._gauge(
+            "kv_pages_pinned", "KV pages of prompt caches, which are not evicted"
+        )
+        self.held_pages = self._gauge(
+            "kv_pages_held", "KV pages that are pinned, or retained and evicted after others"
+        )
+        self.draft_tokens = self._counter(
+            "draft_tokens", "Draft tokens that were verified, by drafter", ("drafter",)
+        )
+        self.accepted_tokens = self._counter(
+            "accepted_tokens", "Draft tokens that were right, by drafter", ("drafter",)
+        )
+        self.lost_tokens = self._counter(
+            "lost_tokens", "Tokens of steps that followed wrong drafts, computed for nothing"
+        )
+        self.weight_bytes = self._counter(
+            "weights_read_bytes", "Bytes of streamed weights read from disk or host memory"
+        )
+        self.weight_wait_s = self._counter(
+            "weights_wait_seconds", "Time for which steps waited for streamed weights"
+        )
+        self.weights_foreseen = self._counter(
+            "weights_foreseen", "Experts that were read ahead by a guess, and then used"
+        )
         self.weight_units = self._counter(
-            "weights_used", "Streamed layers or experts that steps used, by where they were", ("from",)
+            "weights_used",
+            "Streamed layers or experts that steps used, by where they were",
+            ("from",),
         )
-        self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
+        self.expert_tokens = self._counter(
+            "expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",)
+        )
         self.expert_imbalance = self._gauge(
-            "expert_imbalance", "Tokens of the busiest expert of a layer over the mean, in the latest 64 steps", ("layer",)
+            "expert_imbalance",
+            "Tokens of the busiest expert of a layer over the mean, in the latest 64 steps",
+            ("layer",),
         )
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
-        self.up = self._gauge("engine_up", "1 while the engine process works, 0 while it is started again or was given up")
-        self.given_up = self._counter("engines_given_up", "Times one of several engines was given up, to be tried again later")
+        self.up = self._gauge(
+            "engine_up",
+            "1 while the engine process works, 0 while it is started again or was given up",
+        )
+        self.given_up = self._counter(
+            "engines_given_up", "Times one of several engines was given up, to be tried again later"
+        )
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")
-        self.unloads = self._counter("model_unloads", "Times the model was unloaded, or its engine given up")
+        self.unloads = self._counter(
+            "model_unloads", "Times the model was unloaded, or its engine given up"
+        )
         self.load_s = self._histogram("model_load_seconds", "Time to load the model", _LATENCY_S)
         self.running = self._gauge("requests_running", "Requests being prefilled or decoded")
         self.waiting = self._gauge("requests_waiting", "Requests queued or preempted")
         self.free_pages = self._gauge("kv_pages_free", "KV pages that are empty or evictable")
         self.step_s = self._histogram("step_seconds", "Duration of a step", _STEP_S)
         self.mask_s = self._histogram(
-            "mask_seconds", "Time to compute the token mask of a grammar, per request and token", _MASK_S
+            "mask_seconds",
+            "Time to compute the token mask of a grammar, per request and token",
+            _MASK_S,
         )
-        self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
+        self.ttft_s = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token", _LATENCY_S
+        )
         self.queue_s = self._histogram("queue_seconds", "Arrival to first step", _LATENCY_S)
         self.e2e_s = self._histogram("request_seconds", "Arrival to last token", _LATENCY_S)
-        self.tpot_s = self._histogram("time_per_output_token_seconds", "Mean time between a request's tokens", _STEP_S)
+        self.tpot_s = self._histogram(
+            "time_per_output_token_seconds", "Mean time between a request's tokens", _STEP_S
+        )
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
@@ -165,7 +232,11 @@ class Metrics:
                 self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
-                for tier, num in (("host", event.num_host), ("disk", event.num_disk), ("peer", event.num_peer)):
+                for tier, num in (
+                    ("host", event.num_host),
+                    ("disk", event.num_disk),
+                    ("peer", event.num_peer),
+                ):
                     if num:
                         self.tier_tokens.labels(tier).inc(num)
             case events.Placed():
@@ -180,9 +251,13 @@ class Metrics:
                 self.advised.set(event.disaggregate)
                 self.advised_gain.set(event.gain)
             case events.PagesMoved():
-                self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
+                self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(
+                    event.num_bytes
+                )
             case events.MovesFailed():
-                self.failed_moves.labels(event.tier, "load" if event.is_load else "store").inc(event.num_pages)
+                self.failed_moves.labels(event.tier, "load" if event.is_load else "store").inc(
+                    event.num_pages
+                )
             case events.TierNotUsed():
                 self.tiers_not_used.labels(event.tier).inc()
             case events.StepPlanned():
@@ -202,8 +277,12 @@ class Metrics:
                 self.lost_tokens.inc(event.num_tokens)
             case events.ExpertsUsed():
                 for layer, counts in event.tokens_of:
-                    self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))
-                for expert, num_tokens in enumerate(map(sum, zip_longest(*(of for _, of in event.tokens_of), fillvalue=0))):
+                    self.expert_imbalance.labels(layer).set(
+                        max(counts) * len(counts) / max(sum(counts), 1)
+                    )
+                for expert, num_tokens in enumerate(
+                    map(sum, zip_longest(*(of for _, of in event.tokens_of), fillvalue=0))
+                ):
                     self.expert_tokens.labels(expert).inc(num_tokens)
             case events.WeightsStreamed():
                 self.weight_bytes.inc(event.num_bytes)
@@ -221,7 +300,9 @@ class Metrics:
             case events.TokensEvicted():
                 self.evicted_tokens.inc(event.num_tokens)
             case events.PrefixHeld() | events.HoldEnded():
-                (self.holds if isinstance(event, events.PrefixHeld) else self.holds_ended).labels(_kind(event.is_pinned)).inc()
+                (self.holds if isinstance(event, events.PrefixHeld) else self.holds_ended).labels(
+                    _kind(event.is_pinned)
+                ).inc()
                 self.pinned_pages.set(event.num_pinned)
                 self.held_pages.set(event.num_held)
             case events.PrefixNotHeld():
@@ -242,7 +323,9 @@ class Metrics:
 
     def totals(self) -> dict[str, float]:
         """Some counters and gauges, by their names without prefix and suffix."""
-        families = self.registry.restricted_registry([f"tidemill_{name}" for name in _LIVE]).collect()
+        families = self.registry.restricted_registry(
+            [f"tidemill_{name}" for name in _LIVE]
+        ).collect()
         totals: dict[str, float] = {}
         for sample in (sample for family in families for sample in family.samples):
             name = sample.name.removeprefix("tidemill_").removesuffix("_total")
@@ -263,16 +346,35 @@ def _values(registry: Collector) -> list[Metric]:
         if family.type != "histogram":
             kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
             metrics += [
-                Metric(name=sample.name, labels=dict(sample.labels), kind=family.type, value=sample.value) for sample in kept
+                Metric(
+                    name=sample.name,
+                    labels=dict(sample.labels),
+                    kind=family.type,
+                    value=sample.value,
+                )
+                for sample in kept
             ]
             continue
         for total in [sample for sample in family.samples if sample.name.endswith("_sum")]:
-            own = [sample for sample in family.samples if total.labels.items() <= sample.labels.items()]
-            buckets = {sample.labels["le"]: int(sample.value) for sample in own if sample.name.endswith("_bucket")}
+            own = [
+                sample for sample in family.samples if total.labels.items() <= sample.labels.items()
+            ]
+            buckets = {
+                sample.labels["le"]: int(sample.value)
+                for sample in own
+                if sample.name.endswith("_bucket")
+            }
             count = next(int(sample.value) for sample in own if sample.name.endswith("_count"))
             labels = dict(total.labels)
             metrics.append(
-                Metric(name=family.name, labels=labels, kind="histogram", count=count, sum=total.value, buckets=buckets)
+                Metric(
+                    name=family.name,
+                    labels=labels,
+                    kind="histogram",
+                    count=count,
+                    sum=total.value,
+                    buckets=buckets,
+                )
             )
     return metrics
 
@@ -282,7 +384,8 @@ def _kind(is_pinned: bool) -> str:
 
 
 class MetricsOfReplicas:
-    """The same of several engines that serve one model, each by itself: gauges of one must not overwrite those of another."""
+    """The same of several engines that serve one model, each by itself: gauges of one must not
+    overwrite those of another."""
 
     def __init__(self, num: int, roles: Sequence[str] = ()) -> None:
         """`roles`: of each, if they have some."""
@@ -321,7 +424,13 @@ AnyMetrics: TypeAlias = Metrics | MetricsOfReplicas
 
 def render_by_model(metrics: Mapping[str, AnyMetrics]) -> bytes:
     """The metrics of several models, with the label `model`."""
-    return _render([({"model": model}, metric) for model, metric in metrics.items() if isinstance(metric, Metrics)])
+    return _render(
+        [
+            ({"model": model}, metric)
+            for model, metric in metrics.items()
+            if isinstance(metric, Metrics)
+        ]
+    )
 
 
 def _render(labelled: Sequence[tuple[dict[str, str], Metrics]]) -> bytes:
@@ -340,6 +449,10 @@ class _Labelled(Collector):
         families: dict[str, Family] = {}
         for labels, metrics in self._labelled:
             for family in metrics.registry.collect():
-                merged = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
-                merged.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
+                merged = families.setdefault(
+                    family.name, Family(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={**labels, **sample.labels}) for sample in family.samples
+                ]
         return families.values()

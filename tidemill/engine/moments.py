@@ -1,4 +1,5 @@
-"""The moments of the engine's loop, in their order, and parts: features that take part in some of them.
+"""The moments of the engine's loop, in their order, and parts: features that take part in some of
+them.
 
 a request comes      submit, delay, queued
 between steps        message, replies, check, has_work
@@ -11,7 +12,8 @@ a request leaves     cut_short, end
 a step fails         step_failed
 the engine ends      close
 
-The core calls a moment of all parts that have it, in the order of the parts' list. It knows no part by name.
+The core calls a moment of all parts that have it, in the order of the parts' list. It knows no part
+by name.
 """
 
 from __future__ import annotations
@@ -218,15 +220,29 @@ class Moments:
     def __init__(self, parts: Sequence[Part]) -> None:
         def bound(moment: Callable[Concatenate[Part, P], R]) -> tuple[Callable[P, R], ...]:
             name = moment.__name__
-            return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not moment)
+            return tuple(
+                getattr(part, name) for part in parts if getattr(type(part), name) is not moment
+            )
 
-        self.submit, self.delay, self.queued = bound(Part.submit), bound(Part.delay), bound(Part.queued)
+        self.submit, self.delay, self.queued = (
+            bound(Part.submit),
+            bound(Part.delay),
+            bound(Part.queued),
+        )
         self.message, self.replies = bound(Part.message), bound(Part.replies)
-        self.check, self.alarms, self.has_work = bound(Part.check), bound(Part.alarms), bound(Part.has_work)
+        self.check, self.alarms, self.has_work = (
+            bound(Part.check),
+            bound(Part.alarms),
+            bound(Part.has_work),
+        )
         self.before_plan, self.waits = bound(Part.before_plan), bound(Part.waits)
         self.propose, self.fill_plan = bound(Part.propose), bound(Part.fill_plan)
         self.before_launch = bound(Part.before_launch)
-        self.results, self.progress, self.done = bound(Part.results), bound(Part.progress), bound(Part.done)
+        self.results, self.progress, self.done = (
+            bound(Part.results),
+            bound(Part.progress),
+            bound(Part.done),
+        )
         self.deltas, self.idle = bound(Part.deltas), bound(Part.idle)
         self.cut_short, self.end = bound(Part.cut_short), bound(Part.end)
         self.step_failed, self.close = bound(Part.step_failed), bound(Part.close)
@@ -242,6 +258,8 @@ class EngineComponents:
     drafters: Sequence[Drafter] = ()
     tiers: Tiers | None = None
     ranks: Ranks | None = None  # if the runner is of several processes
-    expert_counts: Callable[[], Mapping[int, list[int]]] = dict  # by layer: tokens that each expert got
-    weight_reads: Callable[[], tuple[int, float, int, int, int] | None] = lambda: None  # as events.WeightsStreamed
+    # by layer: tokens that each expert got
+    expert_counts: Callable[[], Mapping[int, list[int]]] = dict
+    # as events.WeightsStreamed
+    weight_reads: Callable[[], tuple[int, float, int, int, int] | None] = lambda: None
     parts: Sequence[Part] = ()  # that are there already, instead of those that would be made

@@ -1,4 +1,5 @@
-"""Outputs for the frontend: a Delta for the tokens that a step yielded, with the logprobs and embeddings that were requested."""
+"""Outputs for the frontend: a Delta for the tokens that a step yielded, with the logprobs and
+embeddings that were requested."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tidemill.types.wire import Delta, Submit, Timings, TokenLogprobs, logprob_p
 
 
 class LiveRequest(msgspec.Struct):
-    """A submitted request: its samples that have not ended, and what is known about its prompt so far."""
+    """A submitted request: its samples that have not ended, and what is known about its prompt so
+    far."""
 
     request_id: str
     is_normalized: bool = True  # an embedding has length 1
@@ -37,8 +39,8 @@ class LiveRequest(msgspec.Struct):
         self.requests[index] = request
 
     def collect(self, item: StepItem, result: StepResult) -> None:
-        """Collects the results of a step for a part of the prompt. Repeated results are replaced: the request was preempted on
-        the way."""
+        """Collects the results of a step for a part of the prompt. Repeated results are replaced:
+        the request was preempted on the way."""
         entries = result.prompt_logprobs.get(item.row)
         if entries:
             first = next(iter(self.requests.values())).params.prompt_logprobs_start
@@ -51,7 +53,9 @@ class LiveRequest(msgspec.Struct):
             elif pooling == "mean":
                 self.pooled = self.pooled + part
             else:
-                self.pooled = np.concatenate([self.pooled[: part.size // item.count * item.start], part])
+                self.pooled = np.concatenate(
+                    [self.pooled[: part.size // item.count * item.start], part]
+                )
 
     def delta(self, done: Progress, logprobs: list[TokenLogprobs] | None, now: float) -> Delta:
         request, token_ids = done.request, done.token_ids
@@ -60,7 +64,9 @@ class LiveRequest(msgspec.Struct):
         if not is_first and logprobs is None and done.finish_reason is None:  # nearly all
             if not request.num_held:
                 return Delta(self.request_id, index, token_ids, None, None, None, num)
-            return Delta(self.request_id, index, token_ids, num_cached=num, num_held=request.num_held)
+            return Delta(
+                self.request_id, index, token_ids, num_cached=num, num_held=request.num_held
+            )
         wants_prompt = is_first and request.params.prompt_logprobs is not None and index == 0
         return Delta(
             self.request_id,
@@ -82,7 +88,11 @@ class LiveRequest(msgspec.Struct):
             return None if self.pooled is None else self.pooled.tolist()
         if pooling == "none":
             states = self.pooled.reshape(request.num_prompt, -1)
-            sizes = np.maximum(np.linalg.norm(states, axis=1, keepdims=True), 1e-12) if self.is_normalized else 1.0
+            sizes = (
+                np.maximum(np.linalg.norm(states, axis=1, keepdims=True), 1e-12)
+                if self.is_normalized
+                else 1.0
+            )
             return (states / sizes).ravel().tolist()
         if self.is_normalized:
             return _unit(self.pooled)
@@ -90,7 +100,11 @@ class LiveRequest(msgspec.Struct):
 
 
 def make_deltas(
-    plan: StepPlan, result: StepResult, progress: list[Progress], live_of: Mapping[int, LiveRequest], now: float
+    plan: StepPlan,
+    result: StepResult,
+    progress: list[Progress],
+    live_of: Mapping[int, LiveRequest],
+    now: float,
 ) -> list[Delta]:
     """`live_of`: by seq. Requests that ended since the step was planned are not there."""
     if result.prompt_logprobs or result.pooled:
@@ -99,7 +113,9 @@ def make_deltas(
                 live_of[item.seq].collect(item, result)
     row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
     return [
-        live_of[done.request.seq].delta(done, result.logprobs.get(row_of[done.request.seq]) if row_of else None, now)
+        live_of[done.request.seq].delta(
+            done, result.logprobs.get(row_of[done.request.seq]) if row_of else None, now
+        )
         for done in progress
     ]
 

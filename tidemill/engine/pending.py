@@ -11,12 +11,14 @@ from tidemill.errors import EngineDead
 from tidemill.sched.request import BACKGROUND
 from tidemill.types.wire import PromptProgress, Resumed, Submit
 
-GOES_ON = "its engine was lost: it goes on in another"  # the reason for which such a request is aborted
+# the reason for which such a request is aborted
+GOES_ON = "its engine was lost: it goes on in another"
 
 
 class EngineLost(EngineDead):
-    """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted.
-    `may_have_killed`: it had no token from the engine, which may have been lost to it after all."""
+    """The engine of a request has ended, and the request may go on in another. `is_known`: it was
+    reported as submitted. `may_have_killed`: it had no token from the engine, which may have been
+    lost to it after all."""
 
     is_known = may_have_killed = False
 
@@ -47,14 +49,19 @@ class Pending:
 
     @property
     def trial_rank(self) -> tuple[bool, int, int]:
-        """Suspects are tried in this order: the background last, and those that have seen fewer deaths first."""
+        """Suspects are tried in this order: the background last, and those that have seen fewer
+        deaths first."""
         priority = self.request.priority
         return priority >= BACKGROUND, self.num_deaths, priority
 
     @property
     def may_have_killed(self) -> bool:
         """It was computed, or its grammar compiled, without a token so far."""
-        return self.is_submitted and not self.has_token and (self.is_admitted or self.request.params.grammar is not None)
+        return (
+            self.is_submitted
+            and not self.has_token
+            and (self.is_admitted or self.request.params.grammar is not None)
+        )
 
     def again(self) -> Submit:
         if not self.is_known:

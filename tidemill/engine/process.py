@@ -1,6 +1,8 @@
-"""The engine core as a process of its own: messages in, steps, messages out. Started by `engine.client`.
+"""The engine core as a process of its own: messages in, steps, messages out. Started by
+`engine.client`.
 
-It ends on Shutdown, when terminated, or when its parent is gone: the parent holds the other end of standard input.
+It ends on Shutdown, when terminated, or when its parent is gone: the parent holds the other end of
+standard input.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class EngineProcess:
         self._running = True
         threading.stack_size(_STACK_BYTES)
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[str, tuple[Submit, Future[Matcher | None]]] = {}  # requests that wait for their grammar
+        # requests that wait for their grammar
+        self._compiling: dict[str, tuple[Submit, Future[Matcher | None]]] = {}
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -127,19 +130,26 @@ class EngineProcess:
                 return message if isinstance(message, Start) else None
             try:
                 checkpoint, _, model = inspect(message.model)
-                draft = None if message.draft_model is None else inspect_draft(message.draft_model, checkpoint)[2]
+                draft = (
+                    None
+                    if message.draft_model is None
+                    else inspect_draft(message.draft_model, checkpoint)[2]
+                )
                 self.send(Inspected(model, machine.detect(), draft))
             except TidemillError as error:
                 self.send(refusal(None, error))
 
     def _announce(self, admitted: list[Event]) -> None:
-        """If the step ends the process, its parent must know which requests were in it for the first time."""
+        """If the step ends the process, its parent must know which requests were in it for the
+        first time."""
         self.send(StepOutput([], admitted))
 
     def _take_messages(self, core: EngineCore, wait_s: float | None) -> None:
         """`wait_s`: for the first; None: until one comes."""
         most_ms = None if wait_s is None else math.ceil(1000 * wait_s)
-        ready = dict(self._poller.poll(_LOOK_EVERY_MS if self._compiling and most_ms != 0 else most_ms))
+        ready = dict(
+            self._poller.poll(_LOOK_EVERY_MS if self._compiling and most_ms != 0 else most_ms)
+        )
         if most_ms != 0:
             core.host_times.mark("idle")
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
@@ -178,7 +188,9 @@ class EngineProcess:
                 del self._compiling[request_id]
                 self._submit(core, message, grammar)
 
-    def _submit(self, core: EngineCore, message: Submit, grammar: Future[Matcher | None] | None = None) -> None:
+    def _submit(
+        self, core: EngineCore, message: Submit, grammar: Future[Matcher | None] | None = None
+    ) -> None:
         try:
             core.submit(message, None if grammar is None else grammar.result())
         except TidemillError as error:
@@ -199,16 +211,25 @@ class EngineProcess:
 
 
 def _measure_step(core: EngineCore) -> float:
-    """Seconds that a step of one token takes: the faster of two, since the first may be slow. An engine that cannot compute it
-    has not started, so that a later failure is some request's doing."""
+    """Seconds that a step of one token takes: the faster of two, since the first may be slow. An
+    engine that cannot compute it has not started, so that a later failure is some request's
+    doing."""
     took, pooling = [], core.model_config.own_pooling
     for _ in range(2):
-        core.submit(Submit("start", [0], SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling), salt="start"))
+        core.submit(
+            Submit(
+                "start",
+                [0],
+                SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling),
+                salt="start",
+            )
+        )
         began = time.monotonic()
         while core.has_work:
             _, failed = core.step()
             for refused in failed:
-                if refused.error != "ModelFailed":  # logits that are not numbers: another prompt may do better
+                # logits that are not numbers: another prompt may do better
+                if refused.error != "ModelFailed":
                     raise TidemillError(f"The engine cannot compute a step: {refused.message}")
         took.append(time.monotonic() - began)
     core.take_events()
@@ -220,7 +241,9 @@ def main() -> None:
     try:
         process.run()
     except Exception as error:
-        process.send(Refused(None, "TidemillError", f"The engine failed: {type(error).__name__}: {error}"))
+        process.send(
+            Refused(None, "TidemillError", f"The engine failed: {type(error).__name__}: {error}")
+        )
         raise
     finally:
         process.close()

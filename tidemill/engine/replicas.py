@@ -1,9 +1,11 @@
-"""Replicas: several engines that serve one model, behind the interface of EngineClient. Loads no torch.
+"""Replicas: several engines that serve one model, behind the interface of EngineClient. Loads no
+torch.
 
-Each replica is an engine process of its own, with a client that supervises it. A request goes where its routing says
-(`engine.routing`). If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have
-been the cause; then it waits until that replica has been started again. One that cannot be started is tried again for ever; the
-model is given up when all replicas are.
+Each replica is an engine process of its own, with a client that supervises it. A request goes where
+its routing says (`engine.routing`). If its replica is lost, it goes on in another at once, from the
+tokens that were delivered, unless it may have been the cause; then it waits until that replica has
+been started again. One that cannot be started is tried again for ever; the model is given up when
+all replicas are.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ import os
 import re
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -62,25 +72,40 @@ class Replicas:
         self._is_moving = False
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
-        environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
+        environ = (
+            {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]}
+            if self._gpus and num > 1
+            else None
+        )
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), True, self.routing.gate)
+        client = EngineClient(
+            take, stall_s, pages, start_s, partial(EngineLink, environ), True, self.routing.gate
+        )
         client.on_change = self._changed
         return client
 
     # ---- start and end
 
-    async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
-        """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
+    async def start(
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None
+    ) -> Ready:
+        """All of them, or none. The first settles the values; the others get the same, so that each
+        can take every request."""
         is_several = len(self.clients) > 1 and not options.has_roles
         on_gpus = self._gpus and options.device != "cpu"
-        check(asked(options) | ({"data-parallel"} if is_several else set()) | ({"GPU"} if on_gpus else set()))
+        check(
+            asked(options)
+            | ({"data-parallel"} if is_several else set())
+            | ({"GPU"} if on_gpus else set())
+        )
         options_of = [self._options(options, number) for number in range(len(self.clients))]
         try:
             ready = await self.clients[0].start(options_of[0], on_loading)
             self.routing.check(ready)
             same = [settled(own, ready.config) for own in options_of[1:]]
-            await all_started(client.start(own) for client, own in zip(self.clients[1:], same, strict=True))
+            await all_started(
+                client.start(own) for client, own in zip(self.clients[1:], same, strict=True)
+            )
         except BaseException:
             await self.close()
             raise
@@ -89,12 +114,18 @@ class Replicas:
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
         """The options of one replica: those that replicas cannot share are divided."""
-        on_device = len(self.clients) if not self._gpus or options.device == "cpu" else -(-len(self.clients) // len(self._gpus))
+        on_device = (
+            len(self.clients)
+            if not self._gpus or options.device == "cpu"
+            else -(-len(self.clients) // len(self._gpus))
+        )
         disk = options.kv_disk
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
-        export = numbered(options.kv_export, number, options.tensor_parallel * options.pipeline_parallel)
+        export = numbered(
+            options.kv_export, number, options.tensor_parallel * options.pipeline_parallel
+        )
         own = dataclasses.replace(options, data_parallel=on_device, kv_disk=disk, kv_export=export)
         return self.routing.options(own, number)
 
@@ -185,14 +216,22 @@ class Replicas:
         return [state | role for state, role in zip(states, roles, strict=True)]
 
     def states(self) -> dict[str, str]:
-        """States of the replicas that are to take requests, by number and role: running, restarting, or down while given up."""
+        """States of the replicas that are to take requests, by number and role: running,
+        restarting, or down while given up."""
         roles = self.routing.names
-        return {f"{name} ({roles[int(name)]})" if roles else name: _state(client) for name, client in self._names.items()}
+        return {
+            f"{name} ({roles[int(name)]})" if roles else name: _state(client)
+            for name, client in self._names.items()
+        }
 
     # ---- requests
 
     async def submit(
-        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
+        self,
+        request: Submit,
+        timeout_s: float | None = None,
+        tells_accepted: bool = False,
+        tells_progress: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of the request; same as `EngineClient.submit`."""
         if request.request_id in self.routes:
@@ -205,7 +244,9 @@ class Replicas:
                 part = self._place(request, route)
                 assert route.client is not None
                 try:
-                    async with aclosing(route.client.submit(part, left_s, tells_accepted, tells_progress)) as deltas:
+                    async with aclosing(
+                        route.client.submit(part, left_s, tells_accepted, tells_progress)
+                    ) as deltas:
                         async for delta in deltas:
                             if (answer := route.take(delta)) is not None:
                                 yield answer
@@ -214,15 +255,17 @@ class Replicas:
                     route.num_losses += lost.may_have_killed
                     if route.num_losses >= MAX_LOSSES:  # as when it takes all memory of a node
                         what = f"{MAX_LOSSES} engines were lost one after the other while this request was computed."
-                        raise EngineDead(what, fix="Try again, perhaps with a smaller request.") from lost
+                        raise EngineDead(
+                            what, fix="Try again, perhaps with a smaller request."
+                        ) from lost
                 tells_accepted &= not route.is_known
         finally:
             del self.routes[request.request_id]
             self.routing.end(request, route)
 
     def _place(self, request: Submit, route: Route) -> Submit:
-        """The request as the chosen engine gets it. The engine is one that works, if any does; one that is restarted, or else
-        raises what the engine died of."""
+        """The request as the chosen engine gets it. The engine is one that works, if any does; one
+        that is restarted, or else raises what the engine died of."""
         usable = {name: client for name, client in self._names.items() if client.working} or {
             name: client for name, client in self._names.items() if client.alive
         }
@@ -261,7 +304,11 @@ class Replicas:
 
     def _tell(self, number: int, batch: list[Event]) -> None:
         if self._on_events:
-            self._on_events([msgspec.structs.replace(event, replica=number) for event in batch] if number else batch)
+            self._on_events(
+                [msgspec.structs.replace(event, replica=number) for event in batch]
+                if number
+                else batch
+            )
 
     def ask_pages(self) -> None:
         self._pages.clear()
@@ -269,9 +316,12 @@ class Replicas:
             client.ask_pages()
 
     def _take_pages(self, number: int, pages: Pages) -> None:
-        """The map is of all replicas, one after the other; it is told when all that work have told theirs."""
+        """The map is of all replicas, one after the other; it is told when all that work have told
+        theirs."""
         self._pages[number] = pages
-        if self._on_pages and all(at in self._pages for at, client in enumerate(self.clients) if client.working):
+        if self._on_pages and all(
+            at in self._pages for at, client in enumerate(self.clients) if client.working
+        ):
             self._on_pages(joined([self._pages[at] for at in sorted(self._pages)]))
 
 
@@ -299,7 +349,11 @@ def joined(parts: Sequence[Pages]) -> Pages:
     for part in parts:
         shift = len(owners)
         own = array("H", part.kinds)
-        kinds.extend(own if not shift else array("H", [owner + shift if owner >= FIRST_OWNER else owner for owner in own]))
+        kinds.extend(
+            own
+            if not shift
+            else array("H", [owner + shift if owner >= FIRST_OWNER else owner for owner in own])
+        )
         owners += part.owners
         for name, num, most in part.tiers:
             has, may_have = tiers.get(name, (0, 0))
@@ -309,7 +363,8 @@ def joined(parts: Sequence[Pages]) -> Pages:
 
 
 class ReplicaAdapters:
-    """The LoRA adapters of all replicas. Each load has the same number everywhere: all get the same loads in the same order."""
+    """The LoRA adapters of all replicas. Each load has the same number everywhere: all get the same
+    loads in the same order."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = clients
@@ -340,7 +395,9 @@ class ReplicaAdapters:
         """Into all, or none."""
         if not all(client.working for client in self.clients):
             what = "Not all replicas work: one is started again."
-            raise EngineDead(what, fix="Load the adapter again in a moment; /health says which replicas work.")
+            raise EngineDead(
+                what, fix="Load the adapter again in a moment; /health says which replicas work."
+            )
         loads = [client.adapters.load(name, path, in_place) for client in self.clients]
         done = await asyncio.gather(*loads, return_exceptions=True)
         failed = next((result for result in done if isinstance(result, BaseException)), None)
@@ -360,11 +417,16 @@ class ReplicaAdapters:
 
 
 def _gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. CUDA itself is not asked: that takes seconds."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. CUDA itself is not
+    asked: that takes seconds."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    found = sorted(int(name[1]) for path in Path("/dev").glob("nvidia*") if (name := re.fullmatch(r"nvidia(\d+)", path.name)))
+    found = sorted(
+        int(name[1])
+        for path in Path("/dev").glob("nvidia*")
+        if (name := re.fullmatch(r"nvidia(\d+)", path.name))
+    )
     return list(map(str, found))
 
 

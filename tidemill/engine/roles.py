@@ -1,13 +1,14 @@
 """Roles: prefill engines and decode engines of one model, as a Routing of Replicas. Loads no torch.
 
-A request goes to a prefill engine, which ends it with the first token (`Submit.hands_over`). The token is delivered, and the
-request goes on in a decode engine in the way in which requests of a killed engine do: with its seed and its output so far. The
-decode engine finds the prompt's pages by their content where they were exported to it, and computes the others, so that tokens
-never depend on what was moved.
+A request goes to a prefill engine, which ends it with the first token (`Submit.hands_over`). The
+token is delivered, and the request goes on in a decode engine in the way in which requests of a
+killed engine do: with its seed and its output so far. The decode engine finds the prompt's pages by
+their content where they were exported to it, and computes the others, so that tokens never depend
+on what was moved.
 
-Every engine can do all of the work. What needs no decoding is served by a prefill engine as a whole; beam search, KV policies
-that give up tokens, and prompts of which a decode engine has nearly everything, by a decode engine. Where no engine of a role
-works, those of the other take its part.
+Every engine can do all of the work. What needs no decoding is served by a prefill engine as a
+whole; beam search, KV policies that give up tokens, and prompts of which a decode engine has nearly
+everything, by a decode engine. Where no engine of a role works, those of the other take its part.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from tidemill.types.events import Event
 from tidemill.types.wire import Delta, Ready, Submit, Timings
 
 PREFILL, DECODE = "prefill", "decode"
-_PATIENCE_S = 5.0  # at the gate; then a request enters though there is no room, one at a time, so that none starves
+# at the gate; then a request enters though there is no room, one at a time, so that none starves
+_PATIENCE_S = 5.0
 _SHORT = 16  # a prompt is short if it takes this part of a step
 
 
@@ -48,7 +50,8 @@ class RoleRoute(Route):
     is_let_in: bool = False  # its prompt may begin
     source: int = -1  # the engine that handed it over
     first_s: float = 0.0  # when its first token came
-    firsts: dict[int, Delta] = field(default_factory=dict)  # of samples that were handed over: their first token
+    # of samples that were handed over: their first token
+    firsts: dict[int, Delta] = field(default_factory=dict)
 
     def take(self, delta: Delta) -> Delta | None:
         if delta.token_ids and not self.first_s:
@@ -72,14 +75,17 @@ class Roles(Routing):
         self.names = [PREFILL] * num_prefill + [DECODE] * num_decode  # by number of the engine
         self._placements = {PREFILL: Placement(), DECODE: Placement()}
         name = secrets.token_hex(8)
-        self.addresses = [f"shm:{name}-{at}" for at in range(num_prefill)]  # where prefill engines export pages
+        # where prefill engines export pages
+        self.addresses = [f"shm:{name}-{at}" for at in range(num_prefill)]
         self.clients: Sequence[EngineClient] = ()
         self._emit: Callable[[int, Event], None] = lambda number, event: None
         self._rooms: dict[str, Room] = {}  # of decode engines
         self.routes: dict[str, RoleRoute] = {}
-        self._at_gate: dict[str, float] = {}  # requests that wait until a decode engine has room, and since when
+        # requests that wait until a decode engine has room, and since when
+        self._at_gate: dict[str, float] = {}
         self._late = ""  # the one that was let in though there was none, until it is admitted
-        self._let_in: Counter[str] = Counter()  # by tenant: requests that did not have to wait, or not any more
+        # by tenant: requests that did not have to wait, or not any more
+        self._let_in: Counter[str] = Counter()
         self._order = count()
         self._told: set[str] = set()  # decode engines that know that they are told what comes
 
@@ -97,37 +103,55 @@ class Roles(Routing):
         return dataclasses.replace(options, kv_export=self.addresses[number] + size)
 
     def new_route(self, request: Submit) -> Route:
-        route = RoleRoute([[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant)
+        route = RoleRoute(
+            [[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant
+        )
         self.routes[request.request_id] = route
         return route
 
     # ---- where a request goes
 
-    def place(self, request: Submit, route: Route, usable: Mapping[str, EngineClient]) -> tuple[str, Submit]:
+    def place(
+        self, request: Submit, route: Route, usable: Mapping[str, EngineClient]
+    ) -> tuple[str, Submit]:
         assert isinstance(route, RoleRoute)
         keys = keys_of(request.prompt_ids, request)
         part, choice = self._part(request, route, keys, usable)
         route.name = choice.name
         self._placements[self._role(choice.name)].note(choice.name, keys)
-        self._emit(int(choice.name), events.Placed(time.monotonic(), request.request_id, part, choice.reason))
+        self._emit(
+            int(choice.name),
+            events.Placed(time.monotonic(), request.request_id, part, choice.reason),
+        )
         if part == PREFILL:
-            prefix_leases = [hold for hold in request.prefix_leases if hold.num_tokens]  # what ends with the prompt
-            return choice.name, msgspec.structs.replace(request, hands_over=True, prefix_leases=prefix_leases)
+            # what ends with the prompt
+            prefix_leases = [hold for hold in request.prefix_leases if hold.num_tokens]
+            return choice.name, msgspec.structs.replace(
+                request, hands_over=True, prefix_leases=prefix_leases
+            )
         if part == DECODE and 0 in route.firsts:
             return choice.name, _rest(request)
         return choice.name, request
 
-    def _part(self, request: Submit, route: RoleRoute, keys: list[int], usable: Mapping[str, EngineClient]) -> tuple[str, Choice]:
+    def _part(
+        self, request: Submit, route: RoleRoute, keys: list[int], usable: Mapping[str, EngineClient]
+    ) -> tuple[str, Choice]:
         """The next part of the request, and the engine that gets it."""
         pools = {
-            role: {name: client for name, client in usable.items() if self._role(name) == role} for role in (PREFILL, DECODE)
+            role: {name: client for name, client in usable.items() if self._role(name) == role}
+            for role in (PREFILL, DECODE)
         }
         if route.has_begun:
             if route.source < 0 and route.firsts:
                 route.source = int(route.name)
             if route.target in pools[DECODE]:
                 return DECODE, Choice(route.target, 0, "it has kept room for it")
-            return DECODE, self._choose(DECODE, keys, pools[DECODE] or usable, "" if pools[DECODE] else "no decode engine works")
+            return DECODE, self._choose(
+                DECODE,
+                keys,
+                pools[DECODE] or usable,
+                "" if pools[DECODE] else "no decode engine works",
+            )
         for role, other in ((PREFILL, DECODE), (DECODE, PREFILL)):
             if not pools[role]:
                 return "whole", self._choose(other, keys, pools[other], f"no {role} engine works")
@@ -138,13 +162,23 @@ class Roles(Routing):
         num_new = len(request.prompt_ids) - choice.num_known * BLOCK_LEN
         if num_new <= self._num_short(usable):
             known = f"all but {num_new} of {len(request.prompt_ids)} prompt tokens are known to it"
-            return "whole", Choice(choice.name, choice.num_known, known if choice.num_known else f"{num_new} tokens are few")
+            return "whole", Choice(
+                choice.name,
+                choice.num_known,
+                known if choice.num_known else f"{num_new} tokens are few",
+            )
         return PREFILL, self._choose(PREFILL, keys, pools[PREFILL])
 
-    def _choose(self, role: str, keys: list[int], some: Mapping[str, EngineClient], why: str = "") -> Choice:
-        loads = {name: client.num_pending + self._num_promised(name) for name, client in some.items()}
+    def _choose(
+        self, role: str, keys: list[int], some: Mapping[str, EngineClient], why: str = ""
+    ) -> Choice:
+        loads = {
+            name: client.num_pending + self._num_promised(name) for name, client in some.items()
+        }
         chosen = self._placements[role].choose(keys, loads)
-        return chosen if not why else Choice(chosen.name, chosen.num_known, f"{why}; {chosen.reason}")
+        return (
+            chosen if not why else Choice(chosen.name, chosen.num_known, f"{why}; {chosen.reason}")
+        )
 
     def _sole_role(self, request: Submit, usable: Mapping[str, EngineClient]) -> tuple[str, str]:
         """The role that serves all of the request, and why; empty: there is none."""
@@ -153,7 +187,10 @@ class Roles(Routing):
         room = ready.config.context_of(params) - len(request.prompt_ids)
         if params.pooling is not None:
             return PREFILL, "nothing is generated"
-        if request.priority == PROBE or min(room, room if params.max_tokens is None else params.max_tokens) <= 1:
+        if (
+            request.priority == PROBE
+            or min(room, room if params.max_tokens is None else params.max_tokens) <= 1
+        ):
             return PREFILL, "the first token is the last"
         if params.beams is not None:
             return DECODE, "beams fork and end together"
@@ -180,7 +217,11 @@ class Roles(Routing):
         if route is None or not request.hands_over or route.is_let_in:
             self._at_gate.pop(request.request_id, None)
             return ""
-        why = f"{len(self._at_gate)} requests wait for room in the decode engines" if self._at_gate else ""
+        why = (
+            f"{len(self._at_gate)} requests wait for room in the decode engines"
+            if self._at_gate
+            else ""
+        )
         if not why:
             why = self._find_room(request, route)
         if why:
@@ -189,9 +230,13 @@ class Roles(Routing):
         return why
 
     def _find_room(self, request: Submit, route: RoleRoute, is_late: bool = False) -> str:
-        """Has room kept for it; or else says why there is none. `is_late`: it waits in a decode engine's own queue if need be."""
+        """Has room kept for it; or else says why there is none. `is_late`: it waits in a decode
+        engine's own queue if need be."""
         num_rows, decoding = request.params.n, self._decoding
-        why = {name: self._room(name).why_not(num_rows, self._pages_of(request, name)) for name in decoding}
+        why = {
+            name: self._room(name).why_not(num_rows, self._pages_of(request, name))
+            for name in decoding
+        }
         free = {name: client for name, client in decoding.items() if not why[name]}
         if is_late:
             free, self._late = free or decoding, request.request_id
@@ -199,15 +244,17 @@ class Roles(Routing):
             return f"no decode engine has room: {next(iter(why.values()))}"
         if free:  # or else whoever works goes on with it
             route.target = self._choose(DECODE, keys_of(request.prompt_ids, request), free).name
-            self._room(route.target).promise(request.request_id, num_rows, self._pages_of(request, route.target))
+            self._room(route.target).promise(
+                request.request_id, num_rows, self._pages_of(request, route.target)
+            )
             self._tell_what_comes(request, route.target)
         self._let_in[route.tenant] += 1
         route.is_let_in = True
         return ""
 
     def _tell_what_comes(self, request: Submit, target: str) -> None:
-        """Tells the decode engines which request comes. Of several, only the one that will have the request fetches its pages as
-        they are exported."""
+        """Tells the decode engines which request comes. Of several, only the one that will have the
+        request fetches its pages as they are exported."""
         if self.names.count(DECODE) > 1:
             self.clients[int(target)].expect(request)
             for name in self._decoding.keys() - self._told - {target}:
@@ -217,25 +264,39 @@ class Roles(Routing):
     @property
     def _decoding(self) -> dict[str, EngineClient]:
         """Decode engines that work."""
-        return {str(at): client for at, client in enumerate(self.clients) if self.names[at] == DECODE and client.working}
+        return {
+            str(at): client
+            for at, client in enumerate(self.clients)
+            if self.names[at] == DECODE and client.working
+        }
 
     def _pages_of(self, request: Submit, name: str) -> int:
         ready = self.clients[int(name)].ready
         assert ready is not None
-        return self._room(name).pages_of(len(request.prompt_ids), request.params.n, len(ready.config.layout.groups))
+        return self._room(name).pages_of(
+            len(request.prompt_ids), request.params.n, len(ready.config.layout.groups)
+        )
 
     def _let_in_all(self) -> None:
         """Those that may begin by now."""
         while self._at_gate:
-            is_late = not self._late and time.monotonic() - next(iter(self._at_gate.values())) > _PATIENCE_S
-            if not is_late and self._decoding and not any(self._room(name).has_row for name in self._decoding):
+            is_late = (
+                not self._late
+                and time.monotonic() - next(iter(self._at_gate.values())) > _PATIENCE_S
+            )
+            if (
+                not is_late
+                and self._decoding
+                and not any(self._room(name).has_row for name in self._decoding)
+            ):
                 return
             waiting = [(client, pending) for client in self.clients for pending in client.at_gate]
             if not waiting:
                 return
             routes = [self.routes[pending.request.request_id] for _, pending in waiting]
             candidates = [
-                (route.tenant, pending.request.priority, route.order) for route, (_, pending) in zip(routes, waiting, strict=True)
+                (route.tenant, pending.request.priority, route.order)
+                for route, (_, pending) in zip(routes, waiting, strict=True)
             ]
             ids = [pending.request.request_id for _, pending in waiting]
             oldest = next(iter(self._at_gate))
@@ -271,7 +332,9 @@ class Roles(Routing):
     def _take(self, number: int, event: Event) -> None:
         match event:
             case events.StepPlanned() | events.RequestsLeft():
-                self._room(str(number)).observe(event.num_running, event.num_waiting, event.num_free_pages)
+                self._room(str(number)).observe(
+                    event.num_running, event.num_waiting, event.num_free_pages
+                )
             case events.EngineRestarted():
                 self._rooms.pop(str(number), None)
                 self._told.discard(str(number))
@@ -282,7 +345,14 @@ class Roles(Routing):
                 route = self.routes.get(request_id)
                 if route is not None and route.source >= 0 and route.name == str(number):
                     now, num_new = time.monotonic(), event.num_tokens - event.num_cached
-                    taken = events.TakenOver(now, event.request_id, route.source, event.num_cached, num_new, now - route.first_s)
+                    taken = events.TakenOver(
+                        now,
+                        event.request_id,
+                        route.source,
+                        event.num_cached,
+                        num_new,
+                        now - route.first_s,
+                    )
                     self._emit(number, taken)
 
     def changed(self) -> None:
@@ -301,13 +371,18 @@ class Roles(Routing):
             self._let_in += Counter()  # without those that are 0
         if route.target in self._rooms:
             self._rooms[route.target].release(request.request_id)
-        if route.name and self._role(route.name) == DECODE and len(route.outputs) == 1:  # a conversation may go on there
-            self._placements[DECODE].note(route.name, keys_of([*request.prompt_ids, *route.outputs[0]], request))
+        # a conversation may go on there
+        if route.name and self._role(route.name) == DECODE and len(route.outputs) == 1:
+            self._placements[DECODE].note(
+                route.name, keys_of([*request.prompt_ids, *route.outputs[0]], request)
+            )
         self._let_in_all()  # what was kept for it is free
 
 
 def routing_of(options: EngineOptions) -> Routing:
-    return Roles(options.prefill_engines, options.decode_engines) if options.has_roles else Routing()
+    return (
+        Roles(options.prefill_engines, options.decode_engines) if options.has_roles else Routing()
+    )
 
 
 def _rest(request: Submit) -> Submit:
@@ -318,11 +393,14 @@ def _rest(request: Submit) -> Submit:
 
 
 def _joined(first: Delta, delta: Delta) -> Delta:
-    """The delta that one engine would have made of both parts: what it found in its cache, and how long the parts took."""
+    """The delta that one engine would have made of both parts: what it found in its cache, and how
+    long the parts took."""
     timings = delta.timings
     if timings is not None and first.timings is not None:
         began = first.timings
         decode_s = began.decode_s + timings.queue_s + timings.prefill_s + timings.decode_s
         timings = Timings(began.queue_s, began.prefill_s, decode_s)
     num_held = max(first.num_held, delta.num_held)
-    return msgspec.structs.replace(delta, num_cached=first.num_cached, num_held=num_held, timings=timings)
+    return msgspec.structs.replace(
+        delta, num_cached=first.num_cached, num_held=num_held, timings=timings
+    )

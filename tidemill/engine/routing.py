@@ -25,7 +25,8 @@ class Route:
     client: EngineClient | None = None
     over: set[int] = field(default_factory=set)  # samples
     is_known: bool = False  # an engine has reported it as submitted
-    num_losses: int = 0  # of engines in a row that gave it no token, though none need have died of it
+    # of engines in a row that gave it no token, though none need have died of it
+    num_losses: int = 0
 
     def take(self, delta: Delta) -> Delta | None:
         """The delta that the reader gets; None: nothing."""
@@ -37,11 +38,16 @@ class Route:
 
     @property
     def left(self) -> list[Resumed]:
-        return [Resumed(index, tokens) for index, tokens in enumerate(self.outputs) if index not in self.over]
+        return [
+            Resumed(index, tokens)
+            for index, tokens in enumerate(self.outputs)
+            if index not in self.over
+        ]
 
 
 class Routing:
-    """All engines are alike, and a request stays with one of them: the one that `sched.placement` says."""
+    """All engines are alike, and a request stays with one of them: the one that `sched.placement`
+    says."""
 
     names: Sequence[str] = ()  # what each engine is for, where that differs
 
@@ -61,10 +67,15 @@ class Routing:
     def new_route(self, request: Submit) -> Route:
         return Route([[] for _ in range(request.params.n)])
 
-    def place(self, request: Submit, route: Route, usable: Mapping[str, EngineClient]) -> tuple[str, Submit]:
-        """The engine's name, and what it gets. `usable`: those that work, if any does; else those that are restarted."""
+    def place(
+        self, request: Submit, route: Route, usable: Mapping[str, EngineClient]
+    ) -> tuple[str, Submit]:
+        """The engine's name, and what it gets. `usable`: those that work, if any does; else those
+        that are restarted."""
         keys = keys_of(request.prompt_ids, request)
-        chosen = self._placement.choose(keys, {name: client.num_pending for name, client in usable.items()})
+        chosen = self._placement.choose(
+            keys, {name: client.num_pending for name, client in usable.items()}
+        )
         self._placement.note(chosen.name, keys)
         return chosen.name, request
 

@@ -1,4 +1,5 @@
-"""`python -m tidemill.engine.worker`: a rank of a group, other than that of the engine. Its standard input says how to begin.
+"""`python -m tidemill.engine.worker`: a rank of a group, other than that of the engine. Its
+standard input says how to begin.
 
 It ends with the group: on Stop, when its parent is gone, or when another rank is.
 """
@@ -19,8 +20,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """At once, on Linux; elsewhere the end of the input tells. `parent`: 0 if the thread that started this process may end before
-    its process does."""
+    """At once, on Linux; elsewhere the end of the input tells. `parent`: 0 if the thread that
+    started this process may end before its process does."""
     if sys.platform == "linux" and parent:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

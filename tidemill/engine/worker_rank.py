@@ -58,17 +58,23 @@ _TRIES, _PAUSE_S = 25, 0.2
 
 class Worker:
     def __init__(self, start: dict[str, Any]) -> None:
-        """`start`: address and key of rank 0; the rank, or none; where to listen, or none; the model, if it lies elsewhere."""
+        """`start`: address and key of rank 0; the rank, or none; where to listen, or none; the
+        model, if it lies elsewhere."""
         place = start["address"]
         address: Address = place if isinstance(place, str) else (place[0], int(place[1]))
-        self._key, self._model, self._rank = bytes.fromhex(start["key"]), start.get("model"), start.get("rank", -1)
+        self._key, self._model, self._rank = (
+            bytes.fromhex(start["key"]),
+            start.get("model"),
+            start.get("rank", -1),
+        )
         self._threads = start.get("threads")
         self._host = None if isinstance(address, str) else address[0]
         self._channel = connect(address, self._key, "rank 0", start.get("within_s", _FIRST_S))
         self._door = Door(start.get("listen") or (self._channel.own_host, 0), self._key)
 
     def run(self) -> int:
-        """The process's exit code: 0 in good order, 1 if the group failed, 2 if it cannot be joined."""
+        """The process's exit code: 0 in good order, 1 if the group failed, 2 if it cannot be
+        joined."""
         is_remote = self._rank < 0
         try:
             self._run()
@@ -80,7 +86,9 @@ class Worker:
             return 2 if isinstance(error, ConfigError) else 1
         except Exception as error:
             traceback.print_exc()
-            self._send(Failed("WorkerLost", f"Worker {self._rank} failed: {type(error).__name__}: {error}"))
+            self._send(
+                Failed("WorkerLost", f"Worker {self._rank} failed: {type(error).__name__}: {error}")
+            )
             return 1
         finally:
             self._channel.close()
@@ -151,11 +159,15 @@ class Worker:
             outside, no_disk = self._open_outside(runner, config, weights)
             runner.mover = make_mover(runner, config, outside)
             runner.mover.report_to = partial(self._report, runner.mover)
-        self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes, no_disk))
+        self._send(
+            Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes, no_disk)
+        )
         group.begin()
         return runner
 
-    def _open_outside(self, runner: RankRunner, config: EngineConfig, weights: bytes) -> tuple[Outside, str]:
+    def _open_outside(
+        self, runner: RankRunner, config: EngineConfig, weights: bytes
+    ) -> tuple[Outside, str]:
         """The store outside, and why there is no file, if there should be one."""
         problems = list[str]()
         for attempt in count(1):
@@ -185,7 +197,9 @@ class Worker:
                     self._collect(runner, flying, drawn)
                 drawn = {step: tokens for step, tokens in drawn.items() if step >= message.drawn_in}
                 if samples and drawn.get(message.drawn_in, []) != message.drawn:
-                    raise WorkerLost(f"Worker {join.rank} drew other tokens than the rank whose tokens count.")
+                    raise WorkerLost(
+                        f"Worker {join.rank} drew other tokens than the rank whose tokens count."
+                    )
                 flying.append(launch(runner, message.plan))
                 while len(flying) > runner.steps_ahead:
                     result = self._collect(runner, flying, drawn)
@@ -203,7 +217,9 @@ class Worker:
             else:
                 return
 
-    def _collect(self, runner: RankRunner, flying: deque[Launched], drawn: dict[int, list[Drawn]]) -> StepResult:
+    def _collect(
+        self, runner: RankRunner, flying: deque[Launched], drawn: dict[int, list[Drawn]]
+    ) -> StepResult:
         launched = flying.popleft()
         result = runner.collect(launched.own)
         drawn[launched.plan.step] = drawn_in(launched, result)

@@ -15,12 +15,14 @@ from typing import Any
 
 from tidemill.errors import CheckpointError
 
-# The last variation selector: no character has a variant of this number, and Python's repr() prints it as it is.
+# The last variation selector: no character has a variant of this number, and Python's repr() prints
+# it as it is.
 MARK = "\U000e01ef"
 
 
 class ControlTokens:
-    """The texts of a tokenizer's control tokens, found in linear time. A token of one character cannot be broken by a mark."""
+    """The texts of a tokenizer's control tokens, found in linear time. A token of one character
+    cannot be broken by a mark."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(sorted({text for text in texts if len(text) > 1}))
@@ -29,10 +31,16 @@ class ControlTokens:
             rests.setdefault(text[0], []).append(text[1:])
         try:
             by_first = [(re.escape(first), _any_of(texts)) for first, texts in rests.items()]
-            self._whole = re.compile("|".join(f"{first}(?={rest})" for first, rest in by_first) or "(?!)")
-            self._marked = re.compile("|".join(f"(?<={first}){MARK}(?={rest})" for first, rest in by_first) or "(?!)")
+            self._whole = re.compile(
+                "|".join(f"{first}(?={rest})" for first, rest in by_first) or "(?!)"
+            )
+            self._marked = re.compile(
+                "|".join(f"(?<={first}){MARK}(?={rest})" for first, rest in by_first) or "(?!)"
+            )
         except RecursionError:
-            raise CheckpointError("The tokenizer's control tokens are too many prefixes of one another.") from None
+            raise CheckpointError(
+                "The tokenizer's control tokens are too many prefixes of one another."
+            ) from None
 
     def mark(self, value: Any) -> Any:
         """A JSON value with every control token in its strings and keys broken by a mark."""

@@ -1,5 +1,6 @@
-"""A folder's tokenizer where there is no tokenizer.json: from tokenizer.model, tekken.json, vocab.json with merges.txt, or
-vocab.txt, with the same ids as Transformers' conversions of these files."""
+"""A folder's tokenizer where there is no tokenizer.json: from tokenizer.model, tekken.json,
+vocab.json with merges.txt, or vocab.txt, with the same ids as Transformers' conversions of these
+files."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from tidemill.errors import CheckpointError
 from tidemill.frontend import sentencepiece
@@ -17,7 +26,15 @@ from tidemill.frontend.gguf_tokenizer import BYTE_CHARS, GPT2, MAX_CHARS, QWEN2,
 from tidemill.weights.locate import read_file, read_json
 
 Settings = dict[str, Any]  # of tokenizer_config.json
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "pad_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "pad_token",
+    "mask_token",
+)
 _MAX_GAP = 2**16  # ids between tokens that nobody names
 _AROUND = {"Roberta": ("<s>", "</s>"), "Bert": ("[CLS]", "[SEP]"), "MPNet": ("<s>", "</s>")}
 
@@ -64,20 +81,29 @@ class _Tekken(msgspec.Struct):
 
 
 def _tekken(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:
-    """Special tokens first, then byte strings by rank: of two neighbours, those with the lowest union are joined first."""
+    """Special tokens first, then byte strings by rank: of two neighbours, those with the lowest
+    union are joined first."""
     path = folder / "tekken.json"
     file = msgspec.json.decode(read_file(path), type=_Tekken)
     num_special, size = file.config.default_num_special_tokens, file.config.default_vocab_size
     if file.special_tokens is None:
-        raise CheckpointError(f"{path} does not name its special tokens.", fix="Use the repository's tokenizer.json.")
+        raise CheckpointError(
+            f"{path} does not name its special tokens.", fix="Use the repository's tokenizer.json."
+        )
     if not 0 <= len(file.special_tokens) <= num_special <= size <= num_special + len(file.vocab):
-        raise CheckpointError(f"{path}: its vocabulary has {len(file.vocab)} tokens, which are not as many as it says.")
+        raise CheckpointError(
+            f"{path}: its vocabulary has {len(file.vocab)} tokens, which are not as many as it says."
+        )
     special = [f"<SPECIAL_{number}>" for number in range(num_special)]
     for token in file.special_tokens:
         if not 0 <= token.rank < num_special or not token.token_str:
-            raise CheckpointError(f"{path}: the special token {token.token_str!r} has rank {token.rank}.")
+            raise CheckpointError(
+                f"{path}: the special token {token.token_str!r} has rank {token.rank}."
+            )
         special[token.rank] = token.token_str
-    values = [base64.b64decode(token.token_bytes or "") for token in file.vocab[: size - num_special]]
+    values = [
+        base64.b64decode(token.token_bytes or "") for token in file.vocab[: size - num_special]
+    ]
     if max(map(len, values), default=0) > MAX_CHARS:
         raise CheckpointError(f"{path} has a token of more than {MAX_CHARS} bytes.")
     numbers = {value: number for number, value in enumerate(values)}
@@ -85,7 +111,11 @@ def _tekken(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:
         (_written(value[:cut]), _written(value[cut:]))
         for value in values
         for cut in sorted(
-            (cut for cut in range(1, len(value)) if value[:cut] in numbers and value[cut:] in numbers),
+            (
+                cut
+                for cut in range(1, len(value))
+                if value[:cut] in numbers and value[cut:] in numbers
+            ),
             key=lambda cut: (numbers[value[:cut]], numbers[value[cut:]]),
         )
     ]
@@ -93,7 +123,9 @@ def _tekken(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:
     vocab |= {_written(value): num_special + number for value, number in numbers.items()}
     backend = bpe(str(path), vocab, merges, ignore_merges=True)
     cut_to_bytes(backend, [file.config.pattern])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     settings.setdefault("bos_token", "<s>")
     settings.setdefault("eos_token", "</s>")
     return backend, True
@@ -106,24 +138,38 @@ def _written(value: bytes) -> str:
 
 def _merged(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:
     """Byte-level, as GPT-2's. Other classes than these cut texts in other ways."""
-    kind = str(settings.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
+    kind = (
+        str(settings.get("tokenizer_class") or "GPT2Tokenizer")
+        .removesuffix("Fast")
+        .removesuffix("Tokenizer")
+    )
     if kind not in ("GPT2", "Qwen2", "Roberta"):
         fix = "Save the fast tokenizer beside the weights: tokenizer.json."
-        raise CheckpointError(f"{folder}: vocab.json of the class {kind}Tokenizer cannot be read.", fix=fix)
+        raise CheckpointError(
+            f"{folder}: vocab.json of the class {kind}Tokenizer cannot be read.", fix=fix
+        )
     merges = []
     for line in read_file(folder / "merges.txt").decode().split("\n"):
         left, space, right = line.rstrip("\r").partition(" ")
         if space and not line.startswith("#version"):
             merges.append((left, right))
-    backend = bpe(str(folder / "vocab.json"), _numbered(read_json(folder / "vocab.json"), folder / "vocab.json"), merges)
+    backend = bpe(
+        str(folder / "vocab.json"),
+        _numbered(read_json(folder / "vocab.json"), folder / "vocab.json"),
+        merges,
+    )
     if kind == "Qwen2":
         backend.normalizer = normalizers.NFC()
-    cut_to_bytes(backend, [QWEN2 if kind == "Qwen2" else GPT2], bool(settings.get("add_prefix_space")))
+    cut_to_bytes(
+        backend, [QWEN2 if kind == "Qwen2" else GPT2], bool(settings.get("add_prefix_space"))
+    )
     return backend, False
 
 
 def _numbered(vocab: dict[str, Any], path: Path) -> dict[str, int]:
-    if not all(type(number) is int and 0 <= number < 2 * len(vocab) + _MAX_GAP for number in vocab.values()):
+    if not all(
+        type(number) is int and 0 <= number < 2 * len(vocab) + _MAX_GAP for number in vocab.values()
+    ):
         raise CheckpointError(f"{path} does not map tokens to ids.", fix="Download it again.")
     return vocab
 
@@ -162,13 +208,17 @@ def _text(token: Any) -> str | None:
 
 
 def _added(folder: Path, settings: Settings) -> dict[int, AddedToken]:
-    """Tokens beside the vocabulary, by their ids: of tokenizer_config.json, in older folders of added_tokens.json."""
+    """Tokens beside the vocabulary, by their ids: of tokenizer_config.json, in older folders of
+    added_tokens.json."""
     found: dict[int, AddedToken] = {}
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
         for number, about in listed.items():
             if _text(about) and number.isdecimal():
-                flags = {name: bool(about.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+                flags = {
+                    name: bool(about.get(name))
+                    for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+                }
                 found[int(number)] = AddedToken(_text(about), **flags)
     elif (folder / "added_tokens.json").is_file():
         path = folder / "added_tokens.json"
@@ -186,7 +236,9 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: Settings) -> None:
         token.special = token.special or token.content in named
         size = backend.get_vocab_size(with_added_tokens=True)
         if backend.token_to_id(token.content) is None and size < number <= size + _MAX_GAP:
-            backend.add_tokens([AddedToken(f"<|unused {gap}|>", normalized=False) for gap in range(size, number)])
+            backend.add_tokens(
+                [AddedToken(f"<|unused {gap}|>", normalized=False) for gap in range(size, number)]
+            )
         backend.add_tokens([token])
         if (actual := backend.token_to_id(token.content)) != number:
             what = f"the token {token.content[:100]!r} has the id {actual} in the vocabulary; its settings say {number}."
@@ -202,13 +254,24 @@ def _write_around(backend: Tokenizer, settings: Settings, adds_bos: bool) -> Non
     if around is None and isinstance(backend.model, models.WordPiece):
         around = _AROUND["Bert"]
     if around is not None:
-        first, last = (_text(settings.get(name)) or text for name, text in zip(("cls_token", "sep_token"), around, strict=True))
+        first, last = (
+            _text(settings.get(name)) or text
+            for name, text in zip(("cls_token", "sep_token"), around, strict=True)
+        )
         single = f"{first}:0 $A:0 {last}:0"
-        pair = f"{single} $B:1 {last}:1" if around is _AROUND["Bert"] else f"{single} {last}:0 $B:0 {last}:0"
+        pair = (
+            f"{single} $B:1 {last}:1"
+            if around is _AROUND["Bert"]
+            else f"{single} {last}:0 $B:0 {last}:0"
+        )
         texts = [first, last]
     else:
         own = settings.get("add_bos_token")
-        bos = _text(settings.get("bos_token")) or "<s>" if (adds_bos if own is None else own) else None
+        bos = (
+            _text(settings.get("bos_token")) or "<s>"
+            if (adds_bos if own is None else own)
+            else None
+        )
         eos = _text(settings.get("eos_token")) or "</s>" if settings.get("add_eos_token") else None
         texts = [text for text in (bos, eos) if text]
         single = f"{f'{bos}:0 ' if bos else ''}$A:0{f' {eos}:0' if eos else ''}"
@@ -216,5 +279,9 @@ def _write_around(backend: Tokenizer, settings: Settings, adds_bos: bool) -> Non
     numbers = [(text, backend.token_to_id(text)) for text in texts]
     if any(number is None for _, number in numbers):
         missing = next(text for text, number in numbers if number is None)
-        raise CheckpointError(f"The token {missing[:100]!r} of tokenizer_config.json is not in the vocabulary.")
-    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=numbers)
+        raise CheckpointError(
+            f"The token {missing[:100]!r} of tokenizer_config.json is not in the vocabulary."
+        )
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=numbers
+    )

@@ -1,4 +1,5 @@
-"""Fill in the middle: prompts from which code models write what belongs between a prefix and a suffix."""
+"""Fill in the middle: prompts from which code models write what belongs between a prefix and a
+suffix."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.weights.gguf import GGUFFile
 
-# How families name the tokens for prefix, suffix, middle, repository and file. "" where they have none.
+# How families name the tokens for prefix, suffix, middle, repository and file. "" where they have
+# none.
 _FAMILIES = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),  # Qwen, CodeGemma
+    # Qwen, CodeGemma
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "", "<|file_separator|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),  # StarCoder, Granite
+    # StarCoder, Granite
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "", ""),  # SantaCoder
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "", ""),  # GLM
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "", ""),  # DeepSeek
@@ -23,7 +27,8 @@ _FAMILIES = (
     ("<PRE>", "<SUF>", "<MID>", "", ""),
     ("[PREFIX]", "[SUFFIX]", "", "", ""),  # Codestral
 )
-_PADDING = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>")  # some models write one at the end
+# some models write one at the end
+_PADDING = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>")
 _GGUF_KEYS = (  # of one of the tokens: the present name, and an older one
     ("fim_pre", "prefix"),
     ("fim_suf", "suffix"),
@@ -54,8 +59,8 @@ _known: WeakKeyDictionary[Tokenizer, InfillTokens | None] = WeakKeyDictionary()
 
 
 def infill_tokens(tokenizer: Tokenizer) -> InfillTokens | None:
-    """None: the model has no such tokens. Reads a GGUF file's metadata if their names are not known, so it may take a while the
-    first time."""
+    """None: the model has no such tokens. Reads a GGUF file's metadata if their names are not
+    known, so it may take a while the first time."""
     if tokenizer not in _known:
         _known[tokenizer] = _by_name(tokenizer) or _by_key(tokenizer)
     return _known[tokenizer]
@@ -64,7 +69,9 @@ def infill_tokens(tokenizer: Tokenizer) -> InfillTokens | None:
 def _by_name(tokenizer: Tokenizer) -> InfillTokens | None:
     padding = tuple(token for text in _PADDING if (token := tokenizer.token_id(text)) is not None)
     for family in _FAMILIES:
-        prefix, suffix, middle, repository, file = (tokenizer.token_id(text) if text else None for text in family)
+        prefix, suffix, middle, repository, file = (
+            tokenizer.token_id(text) if text else None for text in family
+        )
         if prefix is not None and suffix is not None and (middle is not None or not family[2]):
             return InfillTokens(prefix, suffix, middle, repository, file, padding)
     return None
@@ -77,13 +84,22 @@ def _by_key(tokenizer: Tokenizer) -> InfillTokens | None:
 
     def token(*names: str) -> int | None:
         ids: list[Any] = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names if name]
-        return next((token_id for token_id in ids if type(token_id) is int and 0 <= token_id < tokenizer.vocab_size), None)
+        return next(
+            (
+                token_id
+                for token_id in ids
+                if type(token_id) is int and 0 <= token_id < tokenizer.vocab_size
+            ),
+            None,
+        )
 
     prefix, suffix, middle, repository, file = (token(*names) for names in _GGUF_KEYS)
     if prefix is None or suffix is None or middle is None:
         return None
     padding = token("fim_pad")
-    return InfillTokens(prefix, suffix, middle, repository, file, () if padding is None else (padding,))
+    return InfillTokens(
+        prefix, suffix, middle, repository, file, () if padding is None else (padding,)
+    )
 
 
 def infill_prompt(
@@ -95,7 +111,8 @@ def infill_prompt(
     files: Sequence[tuple[str, str]] = (),
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids. `begun`: how the middle starts. `files`: names and texts of other files, where the model knows files."""
+    """Token ids. `begun`: how the middle starts. `files`: names and texts of other files, where the
+    model knows files."""
     tokens = infill_tokens(tokenizer)
     if tokens is None:
         raise InvalidRequest(
@@ -113,10 +130,20 @@ def infill_prompt(
         prompt += _files(tokens, files, ids)
     if tokens.middle is None:
         return [*prompt, tokens.suffix, *ids(suffix), tokens.prefix, *ids(prefix), *ids(begun)]
-    return [*prompt, tokens.prefix, *ids(prefix), tokens.suffix, *ids(suffix), tokens.middle, *ids(begun)]
+    return [
+        *prompt,
+        tokens.prefix,
+        *ids(prefix),
+        tokens.suffix,
+        *ids(suffix),
+        tokens.middle,
+        *ids(begun),
+    ]
 
 
-def _files(tokens: InfillTokens, files: Sequence[tuple[str, str]], ids: Callable[[str], list[int]]) -> list[int]:
+def _files(
+    tokens: InfillTokens, files: Sequence[tuple[str, str]], ids: Callable[[str], list[int]]
+) -> list[int]:
     """Before the file that is filled in. Without a token for files, they are set apart by a line."""
     if tokens.file is None:
         return [token for name, text in files for token in ids(f"\n\n--- {name} ---\n\n{text}")]

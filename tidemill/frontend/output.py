@@ -1,4 +1,5 @@
-"""From token deltas to text, in bounded pieces. Text that a stop string may still remove is held back."""
+"""From token deltas to text, in bounded pieces. Text that a stop string may still remove is held
+back."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ _CELLS_PER_PATTERN = 16
 
 
 def cells_per_token(params: SamplingParams) -> int:
-    """The cost of making text of a token: a pattern that may end the output takes some 100 us, whatever it is."""
+    """The cost of making text of a token: a pattern that may end the output takes some 100 us,
+    whatever it is."""
     return 1 + _CELLS_PER_PATTERN * len(params.stop_regex)
 
 
 def num_cells(delta: Delta, per_token: int = 1) -> int:
-    """The cost of formatting a delta: `per_token` cells for each token, and one for each log-probability reported beside it."""
+    """The cost of formatting a delta: `per_token` cells for each token, and one for each
+    log-probability reported beside it."""
     return len(delta.token_ids) * per_token + sum(len(entry.top) for entry in delta.logprobs or ())
 
 
 def in_pieces(delta: Delta, one_by_one: bool = False, per_token: int = 1) -> Iterator[Delta]:
-    """A delta as deltas of at most about CELLS_PER_TURN, or of one token each. A reader who fell behind gets a backlog of any
-    size at once."""
+    """A delta as deltas of at most about CELLS_PER_TURN, or of one token each. A reader who fell
+    behind gets a backlog of any size at once."""
     cells, num = num_cells(delta, per_token), len(delta.token_ids)
     if cells <= CELLS_PER_TURN and (not one_by_one or num <= 1):
         yield delta
@@ -48,7 +51,8 @@ def in_pieces(delta: Delta, one_by_one: bool = False, per_token: int = 1) -> Ite
 
 
 class StopFinder:
-    """Finds the first stop string in a stream of text. Text that may be the start of one is held until that is decided."""
+    """Finds the first stop string in a stream of text. Text that may be the start of one is held
+    until that is decided."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._strings = compiled_stops(tuple(stops)) if stops else None
@@ -67,7 +71,9 @@ class StopFinder:
         first, last = len(text), 0  # of the best one that was found
         for end in range(num_before + 1, len(text) + 1):
             state = strings.step(state, text[end - 1])
-            if (num := strings.ended[state]) and (end - num < first or (end - num == first and end > last)):
+            if (num := strings.ended[state]) and (
+                end - num < first or (end - num == first and end > last)
+            ):
                 first, last = end - num, end
             if last and end - strings.depth[state] > first:
                 break  # what ends later begins later
@@ -90,14 +96,21 @@ class TextDelta:
     num_tokens: int  # of the tokens pushed, those up to the stop string
     finish_reason: str | None
     stop: str | int | None = None  # which stop string or token ended it
-    num_reasoning: int = 0  # of these tokens; less than none if earlier ones turned out to be the mark that ends the reasoning
+    # of these tokens; less than none if earlier ones turned out to be the mark that ends the
+    # reasoning
+    num_reasoning: int = 0
 
 
 class TextStream:
-    """One sample's text. `output_format`: special tokens that its parser needs are not skipped, and tokens of reasoning
-    are counted."""
+    """One sample's text. `output_format`: special tokens that its parser needs are not skipped, and
+    tokens of reasoning are counted."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, output_format: OutputFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        output_format: OutputFormat | None = None,
+    ) -> None:
         marks = output_format.marks if output_format is not None else frozenset()
         self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens, marks)
         self._counter = output_format.counter() if output_format is not None else None
@@ -139,7 +152,9 @@ class TextStream:
                 return TextDelta("".join(pieces), i + 1, "stop", stop)
         if finish_reason is not None:
             safe, stop = self._finder.push(self._decoder.finish())
-            safe, stop = self._searched(safe if stop is not None else safe + self._finder.finish(), stop)
+            safe, stop = self._searched(
+                safe if stop is not None else safe + self._finder.finish(), stop
+            )
             pieces.append(safe)
             if stop is not None:
                 return TextDelta("".join(pieces), len(token_ids), "stop", stop)

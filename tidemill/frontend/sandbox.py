@@ -1,8 +1,10 @@
-"""Worker processes for untrusted work that may not end: chat templates, which come with a model and may loop or exhaust memory,
-and grammars, which come with a request and may take minutes to compile or overflow the compiler's stack.
+"""Worker processes for untrusted work that may not end: chat templates, which come with a model and
+may loop or exhaust memory, and grammars, which come with a request and may take minutes to compile
+or overflow the compiler's stack.
 
-A worker arms a timer of CPU time before each task and limits its own memory. The timer's signal ends the process, whatever it is
-doing, even if the server is gone by then. The next task starts a new one.
+A worker arms a timer of CPU time before each task and limits its own memory. The timer's signal
+ends the process, whatever it is doing, even if the server is gone by then. The next task starts a
+new one.
 """
 
 from __future__ import annotations
@@ -28,19 +30,24 @@ from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.control import ControlTokens
 
 TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
-GRAMMAR_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
-_MEMORY_BYTES = {"template": 2**29, "llguidance": 2**31, "xgrammar": 2**33}  # of addresses; a vocabulary takes some hundred MiB
-_STACK_BYTES = 2**21  # less than the engine has, so that a grammar that compiles here compiles there
+# a schema of 1,000 properties takes half of the first, one of five a second
+GRAMMAR_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}
+# of addresses; a vocabulary takes some hundred MiB
+_MEMORY_BYTES = {"template": 2**29, "llguidance": 2**31, "xgrammar": 2**33}
+# less than the engine has, so that a grammar that compiles here compiles there
+_STACK_BYTES = 2**21
 _LENGTH = struct.Struct("<I")
 
 
 class _Pool:
-    """Workers of one kind, started when needed. As many tasks run at once as there are workers; further ones block."""
+    """Workers of one kind, started when needed. As many tasks run at once as there are workers;
+    further ones block."""
 
     def __init__(self, num_workers: int, *start: Any) -> None:
         self._start = start
         self._num_workers = num_workers
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()  # None: to be started
+        # None: to be started
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         for _ in range(num_workers):
             self._idle.put(None)
 
@@ -70,7 +77,9 @@ class _Pool:
     def _begin(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "tidemill.frontend.sandbox"]
         pipe = subprocess.PIPE
-        worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        worker = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         if _exchange(worker, self._start) is None:
             _end(worker)
             raise TidemillError("A worker process cannot be started.")
@@ -96,7 +105,9 @@ class Renderer:
         marks: bool = False,
     ) -> str:
         why = "The model's chat template does not come to an end with these messages."
-        text: str = self._pool.run([messages, tools, variables, marks], InvalidRequest(why, param="messages"))
+        text: str = self._pool.run(
+            [messages, tools, variables, marks], InvalidRequest(why, param="messages")
+        )
         return text
 
 
@@ -136,7 +147,8 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 def _write(stream: IO[bytes], value: Any) -> None:
     try:
-        data = msgspec.json.encode(value)  # the library's own takes ten times as long, amid which no other thread runs
+        # the library's own takes ten times as long, amid which no other thread runs
+        data = msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):  # an integer that is too large for it
         data = json.dumps(value).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
@@ -181,7 +193,9 @@ def _checker(backend: str, tokenizer_path: str, num_tokens: int) -> Callable[[st
 
 _MAKERS: dict[str, tuple[Callable[..., Callable[..., Any]], float]] = {
     "template": (_renderer, TEMPLATE_CPU_S),
-    **{backend: (partial(_checker, backend), seconds) for backend, seconds in GRAMMAR_CPU_S.items()},
+    **{
+        backend: (partial(_checker, backend), seconds) for backend, seconds in GRAMMAR_CPU_S.items()
+    },
 }
 
 

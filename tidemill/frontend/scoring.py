@@ -1,4 +1,5 @@
-"""Scores of pairs of texts: which pairs are meant, and the cosine of embeddings where the model has no scores of its own."""
+"""Scores of pairs of texts: which pairs are meant, and the cosine of embeddings where the model has
+no scores of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tidemill.types.model_config import ModelConfig
 MAX_PAIRS = 2048
 
 
-def pairs_of(first: Sequence[str], second: Sequence[str], names: tuple[str, str], most: int = MAX_PAIRS) -> list[tuple[int, int]]:
+def pairs_of(
+    first: Sequence[str], second: Sequence[str], names: tuple[str, str], most: int = MAX_PAIRS
+) -> list[tuple[int, int]]:
     """Indices: one text with each of many, or the texts of two lists of the same length."""
     for texts, name in ((first, names[0]), (second, names[1])):
         if not texts:
@@ -24,7 +27,11 @@ def pairs_of(first: Sequence[str], second: Sequence[str], names: tuple[str, str]
             param=names[1],
         )
     if len(second) > most:
-        raise InvalidRequest(f"{len(second)} pairs; at most {most}.", fix="Send them in several requests.", param=names[1])
+        raise InvalidRequest(
+            f"{len(second)} pairs; at most {most}.",
+            fix="Send them in several requests.",
+            param=names[1],
+        )
     return [(0 if len(first) == 1 else i, i) for i in range(len(second))]
 
 
@@ -34,7 +41,9 @@ def check_scores(model: ModelConfig) -> bool:
         return False
     if model.labels.num != 1:
         what = f"This model is a classifier of {model.labels.num} labels: it has no single score of a pair."
-        raise InvalidRequest(what, fix="Serve a cross-encoder with one label, or an embedding model.", param="model")
+        raise InvalidRequest(
+            what, fix="Serve a cross-encoder with one label, or an embedding model.", param="model"
+        )
     return True
 
 
@@ -47,7 +56,8 @@ def without_activation(score: float, model: ModelConfig) -> float:
 
 
 def label_probs(scores: Sequence[float], model: ModelConfig) -> list[float]:
-    """Probabilities of a classifier's labels: of several that exclude each other, the softmax of their scores."""
+    """Probabilities of a classifier's labels: of several that exclude each other, the softmax of
+    their scores."""
     if len(scores) == 1 or (model.labels is not None and model.labels.activation == "sigmoid"):
         return list(scores)
     highest = max(scores)

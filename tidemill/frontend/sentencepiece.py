@@ -1,4 +1,5 @@
-"""A tokenizer from a SentencePiece model (tokenizer.model): its protobuf is read here, without the package."""
+"""A tokenizer from a SentencePiece model (tokenizer.model): its protobuf is read here, without the
+package."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _CHARSMAP, _DUMMY_PREFIX = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The contents of a SentencePiece file. Types are numbered as in GGUF files, which took them from here."""
+    """The contents of a SentencePiece file. Types are numbered as in GGUF files, which took them
+    from here."""
 
     texts: list[str]
     scores: list[float]
@@ -41,7 +43,9 @@ def read_pieces(data: bytes, source: str) -> Pieces:
     try:
         for number, value in _fields(data):
             if number == _PIECES:
-                piece: dict[int, Any] = {_TEXT: b"", _SCORE: 0.0, _TYPE: _NORMAL} | dict(_fields(value))
+                piece: dict[int, Any] = {_TEXT: b"", _SCORE: 0.0, _TYPE: _NORMAL} | dict(
+                    _fields(value)
+                )
                 texts.append(piece[_TEXT].decode())
                 scores.append(float(piece[_SCORE]))
                 types.append(int(piece[_TYPE]))
@@ -49,14 +53,23 @@ def read_pieces(data: bytes, source: str) -> Pieces:
                 settings |= {key: field for key, field in _fields(value) if key in settings}
             elif number == _NORMALIZER:
                 normalizer = dict(_fields(value))
-                charsmap, dummy_prefix = normalizer.get(_CHARSMAP, b""), bool(normalizer.get(_DUMMY_PREFIX, True))
+                charsmap, dummy_prefix = (
+                    normalizer.get(_CHARSMAP, b""),
+                    bool(normalizer.get(_DUMMY_PREFIX, True)),
+                )
     except (ValueError, TypeError, AttributeError, IndexError, struct.error) as error:
-        raise CheckpointError(f"{source} is no SentencePiece model: {error}.", fix="Download it again.") from error
+        raise CheckpointError(
+            f"{source} is no SentencePiece model: {error}.", fix="Download it again."
+        ) from error
     if not texts or max(map(len, texts)) > MAX_CHARS or len(set(texts)) != len(texts):
         what = f"pieces twice, none, or of more than {MAX_CHARS} characters"
-        raise CheckpointError(f"{source} is no SentencePiece model: it has {what}.", fix="Download it again.")
+        raise CheckpointError(
+            f"{source} is no SentencePiece model: it has {what}.", fix="Download it again."
+        )
     kind = _KINDS.get(settings[_MODEL_TYPE], "unknown")
-    return Pieces(texts, scores, types, kind, bool(settings[_BYTE_FALLBACK]), charsmap, dummy_prefix)
+    return Pieces(
+        texts, scores, types, kind, bool(settings[_BYTE_FALLBACK]), charsmap, dummy_prefix
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -92,7 +105,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def build(pieces: Pieces, settings: dict[str, Any], source: str) -> Tokenizer:
-    """Builds the tokenizer that Transformers would build. `settings`: those of tokenizer_config.json."""
+    """Builds the tokenizer that Transformers would build. `settings`: those of
+    tokenizer_config.json."""
     if pieces.kind not in ("unigram", "BPE"):
         what = f"{source}: SentencePiece models of type {pieces.kind} are not supported."
         raise CheckpointError(what, fix="unigram and BPE are.")
@@ -112,19 +126,36 @@ def build(pieces: Pieces, settings: dict[str, Any], source: str) -> Tokenizer:
         backend.normalizer = normalizers.Sequence(before) if before else None
         backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
     else:
-        spaces = [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
+        spaces = [
+            normalizers.Strip(left=False, right=True),
+            normalizers.Replace(Regex(" {2,}"), "▁"),
+        ]
         backend.normalizer = normalizers.Sequence([*before, *spaces])
-        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme if scheme == "never" else "always")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    control = [text for text, kind in zip(pieces.texts, pieces.types, strict=True) if kind in (CONTROL, _UNKNOWN)]
-    defined = [text for text, kind in zip(pieces.texts, pieces.types, strict=True) if kind == USER_DEFINED]
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            "▁", scheme if scheme == "never" else "always"
+        )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    control = [
+        text
+        for text, kind in zip(pieces.texts, pieces.types, strict=True)
+        if kind in (CONTROL, _UNKNOWN)
+    ]
+    defined = [
+        text for text, kind in zip(pieces.texts, pieces.types, strict=True) if kind == USER_DEFINED
+    ]
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in control]
+    )
     backend.add_tokens([AddedToken(text, normalized=False) for text in defined])
     return backend
 
 
 def _unigram(pieces: Pieces, source: str) -> Tokenizer:
     if _UNKNOWN not in pieces.types:
-        raise CheckpointError(f"{source} has no piece for what is unknown.", fix="Download it again.")
+        raise CheckpointError(
+            f"{source} has no piece for what is unknown.", fix="Download it again."
+        )
     vocab = list(zip(pieces.texts, pieces.scores, strict=True))
     return Tokenizer(models.Unigram(vocab, pieces.types.index(_UNKNOWN), pieces.byte_fallback))

@@ -1,7 +1,8 @@
-"""Regular expressions that end an output: matched in time that grows with the text alone, whatever the pattern.
+"""Regular expressions that end an output: matched in time that grows with the text alone, whatever
+the pattern.
 
-A pattern of a client becomes a finite automaton of bounded size; there is no backtracking. What an automaton cannot do
-(references to groups, lookaround) is refused.
+A pattern of a client becomes a finite automaton of bounded size; there is no backtracking. What an
+automaton cannot do (references to groups, lookaround) is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ States = int  # a bit for each
 
 @dataclass(slots=True)
 class _State:
-    """Takes a character that passes the test to the next state; without a test, leads to other states at once."""
+    """Takes a character that passes the test to the next state; without a test, leads to other
+    states at once."""
 
     test: Test | None = None
     nexts: list[int] = field(default_factory=list)
@@ -62,7 +64,8 @@ class StopRegex:
         self._again = self._reached([self._first], {""})
         self._known: dict[tuple[States, str], tuple[States, bool]] = {}
         self._taking: dict[str, States] = {}  # by character: the states that it leads on from
-        self._led_to: dict[tuple[int, str], tuple[States, bool]] = {}  # by four states at once: where they lead, as hex digits
+        # by four states at once: where they lead, as hex digits
+        self._led_to: dict[tuple[int, str], tuple[States, bool]] = {}
         if self._reached([self._first], {"", "start", "end"}) >> self._goal & 1:
             raise _refused(pattern, "matches the empty text")
 
@@ -85,7 +88,9 @@ class StopRegex:
             if len(self._taking) >= _MAX_KNOWN:
                 self._taking.clear()
             tests = ((number, state.test) for number, state in enumerate(self._states))
-            taking = self._taking[char] = sum(1 << number for number, test in tests if test is not None and test(char))
+            taking = self._taking[char] = sum(
+                1 << number for number, test in tests if test is not None and test(char)
+            )
         after, is_matched = self._again, False
         for at, digit in enumerate(reversed(f"{states & taking:x}")):
             if digit != "0":
@@ -176,7 +181,9 @@ class StopRegex:
         return lambda char: any(test(char) for test in tests) != is_negated
 
     def _folded(self, test: Test) -> Test:
-        return (lambda char: test(char.lower()) or test(char.upper())) if self._ignores_case else test
+        return (
+            (lambda char: test(char.lower()) or test(char.upper())) if self._ignores_case else test
+        )
 
 
 def _refused(pattern: str, why: str) -> InvalidRequest:

@@ -1,5 +1,5 @@
-"""Stop strings as one automaton (Aho-Corasick): each character of an output takes constant time, however many strings there are
-and however long they are."""
+"""Stop strings as one automaton (Aho-Corasick): each character of an output takes constant time,
+however many strings there are and however long they are."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ _NUM_KNOWN = 64  # sets of strings
 
 
 class StopStrings:
-    """A state is the longest end of the text that one of the strings begins with. Does not change: the outputs of a request share
-    one. States are numbered along the strings, so that most are followed by the next number."""
+    """A state is the longest end of the text that one of the strings begins with. Does not change:
+    the outputs of a request share one. States are numbered along the strings, so that most are
+    followed by the next number."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.first_chars = frozenset(stop[:1] for stop in stops)
         self.depth = [0]  # of each state: the length of what it stands for
         self._next_char = [""]  # that leads to the next number
-        self._branches: dict[tuple[int, str], int] = {}  # other transitions: as many as there are strings, at most
+        # other transitions: as many as there are strings, at most
+        self._branches: dict[tuple[int, str], int] = {}
         self._shorter = [0]  # the state of the longest shorter end of the same text
         self.ended = [0]  # the length of the longest string that ends there
         parents = [0]

@@ -1,7 +1,9 @@
-"""Structured output: text that matches a JSON schema, a regular expression, a grammar, a structural tag or one of some choices.
+"""Structured output: text that matches a JSON schema, a regular expression, a grammar, a structural
+tag or one of some choices.
 
-A backend compiles the grammar and computes before each token a mask of those allowed next: llguidance, whose work is bounded in
-time and memory, or xgrammar, for trusted clients. The most recently used compiled grammars are cached and copied for each sample.
+A backend compiles the grammar and computes before each token a mask of those allowed next:
+llguidance, whose work is bounded in time and memory, or xgrammar, for trusted clients. The most
+recently used compiled grammars are cached and copied for each sample.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ _NUM_KEPT = 32
 def check_backend(name: str) -> None:
     """Raise unless the backend is known and can be imported. Imports it, which may take a while."""
     if name not in BACKENDS:
-        raise ConfigError(f"There is no structured_backend {name!r}.", fix=f"Choose {' or '.join(BACKENDS)}.")
+        raise ConfigError(
+            f"There is no structured_backend {name!r}.", fix=f"Choose {' or '.join(BACKENDS)}."
+        )
     try:
         importlib.import_module(f"tidemill.frontend.structured_{name}")
     except ImportError as error:
-        raise ConfigError(f"{name} cannot be used: {error}.", fix=f"pip install 'tidemill[{name}]'.") from error
+        raise ConfigError(
+            f"{name} cannot be used: {error}.", fix=f"pip install 'tidemill[{name}]'."
+        ) from error
 
 
 class Matcher(ABC):
@@ -66,7 +72,8 @@ class Matcher(ABC):
 
 
 class Grammars(ABC):
-    """Compiles grammars for one tokenizer. `num_tokens`: of the model, which may have more than the tokenizer, or fewer."""
+    """Compiles grammars for one tokenizer. `num_tokens`: of the model, which may have more than the
+    tokenizer, or fewer."""
 
     kept_below_s: float  # grammars that take longer to compile are large, and are not cached
 
@@ -77,7 +84,9 @@ class Grammars(ABC):
 
     @staticmethod
     def of(backend: str, tokenizer: Tokenizer, num_tokens: int) -> Grammars:
-        grammars: Grammars = importlib.import_module(f"tidemill.frontend.structured_{backend}").Backend(tokenizer, num_tokens)
+        grammars: Grammars = importlib.import_module(
+            f"tidemill.frontend.structured_{backend}"
+        ).Backend(tokenizer, num_tokens)
         return grammars
 
     @abstractmethod
@@ -85,18 +94,24 @@ class Grammars(ABC):
         """A matcher at the start of the grammar; raises ValueError if it cannot be parsed."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the start of the grammar; raises InvalidRequest if it cannot be used. Safe to call from any thread."""
+        """A matcher at the start of the grammar; raises InvalidRequest if it cannot be used. Safe
+        to call from any thread."""
         began = time.monotonic()
         try:
             _check(grammar)
             matcher = self._make(grammar.kind, grammar.text)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind) from None
+            raise InvalidRequest(
+                f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind
+            ) from None
         matcher.compiled_s = time.monotonic() - began
         trial = matcher.copy()
         trial.mask()  # some grammars exceed a limit only here
         if trial.error:
-            raise InvalidRequest(f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind)
+            raise InvalidRequest(
+                f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}",
+                param=grammar.kind,
+            )
         return matcher
 
     def __contains__(self, grammar: Grammar) -> bool:
@@ -116,7 +131,10 @@ def _check(grammar: Grammar) -> None:
     """Limits that hold for every backend. Also raises ValueError, for text that is not JSON."""
     text = grammar.text
     if len(text) > MAX_CHARS:
-        raise InvalidRequest(f"The {grammar.kind} has {len(text)} characters; at most {MAX_CHARS}.", param=grammar.kind)
+        raise InvalidRequest(
+            f"The {grammar.kind} has {len(text)} characters; at most {MAX_CHARS}.",
+            param=grammar.kind,
+        )
     if grammar.kind not in ("json_schema", "choice", "structural_tag"):
         return
     value = json.loads(text)
@@ -130,4 +148,7 @@ def _check(grammar: Grammar) -> None:
     if grammar.kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
     ):
-        raise InvalidRequest("The choice cannot be used: it must be a non-empty list of non-empty strings.", param=grammar.kind)
+        raise InvalidRequest(
+            "The choice cannot be used: it must be a non-empty list of non-empty strings.",
+            param=grammar.kind,
+        )

@@ -58,12 +58,21 @@ class Backend(Grammars):
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__(tokenizer, num_tokens)
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, num_tokens, self._ends))
-        self._tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=num_tokens, eos_token=self._ends or None)
-        self._begin = partial(llguidance.LLMatcher, self._tokenizer, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+        self._tokenizer = llguidance.LLTokenizer(
+            vocabulary, n_vocab=num_tokens, eos_token=self._ends or None
+        )
+        self._begin = partial(
+            llguidance.LLMatcher,
+            self._tokenizer,
+            log_level=0,
+            limits=llguidance.LLParserLimits(**_LIMITS),
+        )
 
     def _make(self, kind: Any, text: str) -> Matcher:
         if kind == "json_schema":
-            rules = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+            rules = llguidance.LLMatcher.grammar_from_json_schema(
+                text, defaults={"whitespace_flexible": False}
+            )
         elif kind == "structural_tag":
             rules = llguidance.grammar_from("lark", lark_of(json.loads(text)))
         else:
@@ -78,7 +87,10 @@ class _Vocabulary:
         self.eos_token_id = ends[0] if ends else 0
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b"" for token in range(num_tokens)]
+        self.tokens = [
+            tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+            for token in range(num_tokens)
+        ]
         self._tokenizer = tokenizer
 
     def __call__(self, text: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""Structured output by xgrammar. It has no limits of its own: a grammar is first compiled in a bounded worker (sandbox.py),
-but a mask computed during decoding is not bounded."""
+"""Structured output by xgrammar. It has no limits of its own: a grammar is first compiled in a
+bounded worker (sandbox.py), but a mask computed during decoding is not bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class XgrammarMatcher(Matcher):
     def mask(self) -> np.ndarray:
         if self._mask is None:
             ended = self._inner.is_terminated()
-            self._mask = np.full_like(self._allowed, 0 if ended else -1)  # left as it is where all tokens are allowed
+            # left as it is where all tokens are allowed
+            self._mask = np.full_like(self._allowed, 0 if ended else -1)
             if not ended:
                 self._inner.fill_next_token_bitmask(self._mask[None])
             self._mask &= self._allowed
@@ -43,12 +44,21 @@ class XgrammarMatcher(Matcher):
 
     @property
     def error(self) -> str:
-        if not self._error and not self._inner.is_terminated() and not self._inner.is_completed() and not self.mask().any():
+        if (
+            not self._error
+            and not self._inner.is_terminated()
+            and not self._inner.is_completed()
+            and not self.mask().any()
+        ):
             return "No token is allowed next, and the output is incomplete."
         return self._error
 
     def forced(self) -> bytes:
-        return b"" if self._inner.is_terminated() else str(self._inner.find_jump_forward_string()).encode()
+        return (
+            b""
+            if self._inner.is_terminated()
+            else str(self._inner.find_jump_forward_string()).encode()
+        )
 
     def copy(self) -> XgrammarMatcher:
         return XgrammarMatcher(self._inner.fork(), self._allowed, self._not_final)
@@ -60,14 +70,22 @@ class Backend(Grammars):
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__(tokenizer, num_tokens)
         tokens: list[Any] = [
-            tokenizer.token_bytes(token) if token < tokenizer.vocab_size and token not in tokenizer.special_ids else b""
+            tokenizer.token_bytes(token)
+            if token < tokenizer.vocab_size and token not in tokenizer.special_ids
+            else b""
             for token in range(num_tokens)
         ]
-        info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=self._ends)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # Grammars caches them
+        info = xgrammar.TokenizerInfo(
+            tokens, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=self._ends
+        )
+        # Grammars caches them
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._all, self._not_final = _bits(num_tokens, []), _bits(num_tokens, self._ends)
-        # It lets control characters into JSON strings of a given length, where they are not allowed.
-        self._in_json = _bits(num_tokens, [i for i, token in enumerate(tokens) if token and min(token) < 0x20])
+        # It lets control characters into JSON strings of a given length, where they are not
+        # allowed.
+        self._in_json = _bits(
+            num_tokens, [i for i, token in enumerate(tokens) if token and min(token) < 0x20]
+        )
 
     def _make(self, kind: str, text: str) -> Matcher:
         try:

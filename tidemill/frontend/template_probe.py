@@ -1,8 +1,8 @@
 """The inputs that a chat template takes, found out by rendering small conversations with it.
 
-Templates differ in whether content is a string or a list of parts, whether the arguments of a call are
-an object or its JSON text, whether content may be null beside calls, and in which roles they know. Each
-question is asked once, when a conversation needs it.
+Templates differ in whether content is a string or a list of parts, whether the arguments of a call
+are an object or its JSON text, whether content may be null beside calls, and in which roles they
+know. Each question is asked once, when a conversation needs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _TOOL = {
     "function": {
         "name": _NAME,
         "description": "x",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string", "description": "x"}}, "required": [_KEY]},
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": "x"}},
+            "required": [_KEY],
+        },
     },
 }
 
@@ -52,26 +56,39 @@ class TemplateProbe:
             return not parts
         if (role, parts) not in self._takes:
             text = self._written(self._around(role, _content(_TEXT, parts)))
-            self._takes[role, parts] = _TEXT in text and not any(quoted in text for quoted in ("'type'", '"type": "text"'))
+            self._takes[role, parts] = _TEXT in text and not any(
+                quoted in text for quoted in ("'type'", '"type": "text"')
+            )
         return self._takes[role, parts]
 
     def _around(self, role: str, content: Any) -> list[Message]:
         if role == "user":
             return [{"role": "user", "content": content}]
         if role == "tool":
-            return [self._user, self._caller, {"role": "tool", "name": _NAME, "tool_call_id": _CALL_ID, "content": content}]
+            return [
+                self._user,
+                self._caller,
+                {"role": "tool", "name": _NAME, "tool_call_id": _CALL_ID, "content": content},
+            ]
         if role == "assistant":
             return [self._user, {"role": role, "content": content}, self._user]
         return [{"role": role, "content": content}, self._user]
 
     @property
     def _user(self) -> Message:
-        return {"role": "user", "content": _content(_OTHER, parts=not self.takes("user", False) and self.takes("user", True))}
+        return {
+            "role": "user",
+            "content": _content(
+                _OTHER, parts=not self.takes("user", False) and self.takes("user", True)
+            ),
+        }
 
     @property
     def _caller(self) -> Message:
         content = None if self.takes_null else ""
-        return self._calling(_ARGUMENTS_TEXT if self.takes_arguments_as_text else _ARGUMENTS, content)
+        return self._calling(
+            _ARGUMENTS_TEXT if self.takes_arguments_as_text else _ARGUMENTS, content
+        )
 
     @cached_property
     def refuses_system(self) -> bool:
@@ -83,11 +100,16 @@ class TemplateProbe:
     # ---- calls
 
     def _calling(self, arguments: Any, content: Any) -> Message:
-        call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        call = {
+            "id": _CALL_ID,
+            "type": "function",
+            "function": {"name": _NAME, "arguments": arguments},
+        }
         return {"role": "assistant", "content": content, "tool_calls": [call]}
 
     def _call_text(self, arguments: Any, content: Any) -> str:
-        """The text of a call after a user's message; empty if it is not there as JSON or as key and value."""
+        """The text of a call after a user's message; empty if it is not there as JSON or as key and
+        value."""
         text = self._written([self._user, self._calling(arguments, content)], [_TOOL])
         is_whole = _NAME in text.rpartition(_OTHER)[2] and _KEY in text and _VALUE in text
         return "" if not is_whole or f"'{_KEY}':" in text else text
@@ -123,10 +145,16 @@ class TemplateProbe:
         if not self.writes_calls:
             return ""
         written = self._written([self._user, self._caller])
-        before, _, after = self._written([self._user, {"role": "assistant", "content": _TEXT}]).partition(_TEXT)
+        before, _, after = self._written(
+            [self._user, {"role": "assistant", "content": _TEXT}]
+        ).partition(_TEXT)
         shared = commonprefix([written, before])  # noqa: RUF071 - of characters, not of paths
         call = written[len(shared) :].removesuffix(after).strip()
-        return call.replace(_NAME, "NAME").replace(_KEY, "key").replace(_VALUE, "value") if _NAME in call else ""
+        return (
+            call.replace(_NAME, "NAME").replace(_KEY, "key").replace(_VALUE, "value")
+            if _NAME in call
+            else ""
+        )
 
 
 def _content(text: str, parts: bool) -> Any:

@@ -9,7 +9,11 @@ def _turns(turn: str, prompt: str, begin: str = "") -> str:
 
 
 def _folded(
-    user: str, assistant: str, prompt: str = "", begin: str = "{{ bos_token }}", system: str = "{{ ns.system }}\n\n"
+    user: str,
+    assistant: str,
+    prompt: str = "",
+    begin: str = "{{ bos_token }}",
+    system: str = "{{ ns.system }}\n\n",
 ) -> str:
     """System messages are part of the next message of the user, where `user` has it as `text`."""
     return (
@@ -46,7 +50,10 @@ _MISTRAL_V7 = (
 )
 
 NAMED = {
-    "chatml": _turns("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n", "<|im_start|>assistant\n"),
+    "chatml": _turns(
+        "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ),
     "command-r": _turns(_COMMAND_R, "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "{{ bos_token }}"),
     "deepseek3": _turns(_DEEPSEEK, "<｜Assistant｜>", "{{ bos_token }}"),
     "gemma": _folded(
@@ -58,7 +65,11 @@ NAMED = {
         "<|start_of_role|>{{ message.role }}<|end_of_role|>{{ message.content }}<|end_of_text|>\n",
         "<|start_of_role|>assistant<|end_of_role|>",
     ),
-    "llama2": _folded("[INST] {{ text }} [/INST]", " {{ message.content }} {{ eos_token }}{{ bos_token }}", system=_SYS),
+    "llama2": _folded(
+        "[INST] {{ text }} [/INST]",
+        " {{ message.content }} {{ eos_token }}{{ bos_token }}",
+        system=_SYS,
+    ),
     "llama3": _turns(
         "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}<|eot_id|>",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -68,7 +79,12 @@ NAMED = {
     "mistral-v3": _folded("[INST] {{ text }}[/INST]", " {{ message.content }}{{ eos_token }}"),
     "mistral-v7": _turns(_MISTRAL_V7, "", "{{ bos_token }}"),
     "phi3": _turns("<|{{ message.role }}|>\n{{ message.content }}<|end|>\n", "<|assistant|>\n"),
-    "phi4": _turns("<|im_start|>{{ message.role }}<|im_sep|>{{ message.content }}<|im_end|>", "<|im_start|>assistant<|im_sep|>"),
+    "phi4": _turns(
+        "<|im_start|>{{ message.role }}<|im_sep|>{{ message.content }}<|im_end|>",
+        "<|im_start|>assistant<|im_sep|>",
+    ),
     "vicuna": _turns(_VICUNA, "ASSISTANT:", "{{ bos_token }}"),
-    "zephyr": _turns("<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n", "<|assistant|>\n"),
+    "zephyr": _turns(
+        "<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n", "<|assistant|>\n"
+    ),
 }

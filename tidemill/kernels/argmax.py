@@ -1,4 +1,5 @@
-"""The first index of each row's highest value: a greedy draw. -1: it is not finite, or the row has a NaN."""
+"""The first index of each row's highest value: a greedy draw. -1: it is not finite, or the row has
+a NaN."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Attention of a mixed step over paged KV, in torch: any number of query tokens per request, grouped query heads. Causal, or over
-the whole sequence.
+"""Attention of a mixed step over paged KV, in torch: any number of query tokens per request,
+grouped query heads. Causal, or over the whole sequence.
 
-The result of a query depends on its position and the tokens before it, never on how the step was cut:
+The result of a query depends on its position and the tokens before it, never on how the step was
+cut:
 
 - Keys are taken in blocks whose boundaries depend on the position alone (0, 64, 128, 256, 512, 1024, 1536, ...), merged in
   order by the online softmax. The first blocks are short, so that short contexts pay little.
@@ -11,8 +12,8 @@ The result of a query depends on its position and the tokens before it, never on
 - Tiles of all requests that reach a block are computed together, longest first: work follows live tokens, nobody is padded to
   the longest request, and only the block at hand is gathered out of the cache.
 
-A query row of a tile is one (token, head of the KV head's group). Shape letters of kernels/__init__; M rows of a tile, B keys
-of a block, n tiles.
+A query row of a tile is one (token, head of the KV head's group). Shape letters of
+kernels/__init__; M rows of a tile, B keys of a block, n tiles.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ def attention_reference(
     sinks_N: torch.Tensor | None = None,
     bias_NW: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One request, keys in a row: what the paged version must compute. `bias_NW`: by distance, that of 0 in the middle."""
+    """One request, keys in a row: what the paged version must compute. `bias_NW`: by distance, that
+    of 0 in the middle."""
     num_repeats = q_TND.shape[1] // k_LGD.shape[1]
     k = k_LGD.repeat_interleave(num_repeats, dim=1)
     v = v_LGD.repeat_interleave(num_repeats, dim=1)
     scores = torch.einsum("tnd,lnd->ntl", q_TND, k) * spec.scale
-    heads, queries, keys = torch.arange(q_TND.shape[1])[:, None, None], positions_T[:, None], torch.arange(k.shape[0])
+    heads, queries, keys = (
+        torch.arange(q_TND.shape[1])[:, None, None],
+        positions_T[:, None],
+        torch.arange(k.shape[0]),
+    )
     change = masks.change_of(spec, bias_NW)
     if change is not None:
         scores = change(scores, heads, queries, keys)
@@ -73,7 +79,8 @@ def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
 
 @cache
 def decode_tile(num_repeats: int, dim: int, num_threads: int, value_dim: int = 0) -> int:
-    """Tokens of a decoding tile: 1 if its rows come out bit for bit as in a prompt's tile, else a prompt's tile."""
+    """Tokens of a decoding tile: 1 if its rows come out bit for bit as in a prompt's tile, else a
+    prompt's tile."""
     generator = torch.Generator().manual_seed(dim)
     small, large = max(2, num_repeats), PREFILL_TILE * num_repeats
     q = torch.randn(4, large, dim, generator=generator)
@@ -98,8 +105,10 @@ def decode_tile(num_repeats: int, dim: int, num_threads: int, value_dim: int = 0
 class _Block:
     num_tiles: int
     pages: torch.Tensor  # [n, pages]
-    hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query, or before its window; None if there are none
-    moved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # keys that lie elsewhere: their tiles, numbers and slots
+    # [n, 1, M, B]: keys after the query, or before its window; None if there are none
+    hidden: torch.Tensor | None
+    # keys that lie elsewhere: their tiles, numbers and slots
+    moved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     first_key: int
     num_keys: int
 
@@ -110,7 +119,8 @@ class _Tiles:
 
     num_tiles: int
     tile_len: int  # tokens
-    tokens: torch.Tensor  # [n * tile_len] into the step's tokens; padding repeats the tile's first token
+    # [n * tile_len] into the step's tokens; padding repeats the tile's first token
+    tokens: torch.Tensor
     valid: torch.Tensor | None  # which of them are not padding; None: all
     blocks: list[_Block]
     positions: torch.Tensor  # [n, tile_len] of the tokens
@@ -132,26 +142,51 @@ def plan_attention(
     spec: AttentionSpec,
     paths: Paths | None = None,
 ) -> AttentionPlan:
-    """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
-    `page_tables`: [requests, pages], at least as wide as the last block. `spec`: of the layers, for their mask."""
+    """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at
+    position starts[r] + i. `page_tables`: [requests, pages], at least as wide as the last block.
+    `spec`: of the layers, for their mask."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
-    small = decode_tile(spec.num_heads // spec.num_kv_heads, spec.head_dim, torch.get_num_threads(), spec.value_dim)
+    small = decode_tile(
+        spec.num_heads // spec.num_kv_heads, spec.head_dim, torch.get_num_threads(), spec.value_dim
+    )
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
         ones = np.ones_like(decoding)
         ends = starts[decoding] + 1
-        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, spec, paths)
+        groups += _make_groups(
+            decoding,
+            first_token[decoding],
+            starts[decoding],
+            ones,
+            ends,
+            1,
+            page_tables,
+            kv,
+            spec,
+            paths,
+        )
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
         request = np.repeat(prefilling, num_tiles)
-        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
+        offset = (
+            np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        ) * PREFILL_TILE
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
         first = starts[request] + offset
         ends = (starts + counts)[request] if spec.is_bidirectional else first + lens
         groups += _make_groups(
-            request, first_token[request] + offset, first, lens, ends, PREFILL_TILE, page_tables, kv, spec, paths
+            request,
+            first_token[request] + offset,
+            first,
+            lens,
+            ends,
+            PREFILL_TILE,
+            page_tables,
+            kv,
+            spec,
+            paths,
         )
     return AttentionPlan(groups, int(counts.sum()))
 
@@ -160,7 +195,8 @@ def _make_groups(
     request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, ends: np.ndarray, tile_len: int,
     page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec, paths: Paths | None,
 ) -> list[_Tiles]:  # fmt: skip
-    """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the last key each tile sees."""
+    """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the
+    last key each tile sees."""
     order = np.argsort(-ends, kind="stable")
     rows = max(2, tile_len * (spec.num_heads // spec.num_kv_heads))
     at_once = max(1, _MAX_SCORE_BYTES // (4 * spec.num_kv_heads * rows * _LAST_BLOCK))
@@ -178,9 +214,21 @@ def _make_groups(
             if hi <= masks.first_seen(spec, positions[:n].min()):
                 continue  # nobody sees it
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
-            unseen = _unseen(masks.mask_of(spec, reach[:n, None, None]), positions[:n, :, None], lo, hi)
-            hidden = None if unseen is None else torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
-            moved = None if paths is None else _moved(paths, request[part[:n]], ends[part[:n]], page_tables, kv.page_size, lo, hi)
+            unseen = _unseen(
+                masks.mask_of(spec, reach[:n, None, None]), positions[:n, :, None], lo, hi
+            )
+            hidden = (
+                None
+                if unseen is None
+                else torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
+            )
+            moved = (
+                None
+                if paths is None
+                else _moved(
+                    paths, request[part[:n]], ends[part[:n]], page_tables, kv.page_size, lo, hi
+                )
+            )
             blocks.append(_Block(n, torch.from_numpy(pages), hidden, moved, lo, hi - lo))
         groups.append(
             _Tiles(
@@ -196,21 +244,34 @@ def _make_groups(
 
 
 def _moved(
-    paths: Paths, request: np.ndarray, ends: np.ndarray, page_tables: np.ndarray, page_size: int, lo: int, hi: int
+    paths: Paths,
+    request: np.ndarray,
+    ends: np.ndarray,
+    page_tables: np.ndarray,
+    page_size: int,
+    lo: int,
+    hi: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """The keys of a block whose tokens are on a path."""
     firsts, lasts = np.maximum(paths.bases[request], lo), np.minimum(ends, hi)
-    places = [(tile, at) for tile, (first, last) in enumerate(zip(firsts, lasts, strict=True)) for at in range(first, last)]
+    places = [
+        (tile, at)
+        for tile, (first, last) in enumerate(zip(firsts, lasts, strict=True))
+        for at in range(first, last)
+    ]
     if not places:
         return None
     tiles, positions = np.array(places).T
     at = paths.places[request[tiles], positions - paths.bases[request[tiles]]]
-    slots = page_tables[request[tiles], at // page_size].astype(np.int64) * page_size + at % page_size
+    slots = (
+        page_tables[request[tiles], at // page_size].astype(np.int64) * page_size + at % page_size
+    )
     return torch.from_numpy(tiles), torch.from_numpy(positions - lo), torch.from_numpy(slots)
 
 
 def _unseen(mask: masks.Mask, queries: np.ndarray, lo: int, hi: int) -> np.ndarray | None:
-    """The mask of the keys of a block that queries do not see; None: they see all, as they do if they see the first and last."""
+    """The mask of the keys of a block that queries do not see; None: they see all, as they do if
+    they see the first and last."""
     if np.all(mask(queries, np.array([lo, hi - 1]))):
         return None
     return ~np.asarray(mask(queries, np.arange(lo, hi)))
@@ -243,7 +304,11 @@ def _attend(
     num_kv_heads, dim = spec.num_kv_heads, spec.head_dim
     n, tile_len = group.num_tiles, group.tile_len
     num_repeats = q_TND.shape[1] // num_kv_heads
-    q = q_TND.index_select(0, group.tokens).mul_(spec.scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
+    q = (
+        q_TND.index_select(0, group.tokens)
+        .mul_(spec.scale)
+        .view(n, tile_len, num_kv_heads, num_repeats, dim)
+    )
     q = q.transpose(1, 2).reshape(n * num_kv_heads, tile_len * num_repeats, dim)
     if q.shape[1] == 1:
         q = q.expand(-1, 2, -1).contiguous()
@@ -251,9 +316,16 @@ def _attend(
     # A sink is a key that was seen before all others, of which only the score counts.
     top = q.new_full((q.shape[0], rows, 1), _LOWEST)
     if sinks_N is not None:
-        sinks = sinks_N.view(1, num_kv_heads, 1, num_repeats).expand(n, -1, tile_len, -1).reshape(n * num_kv_heads, -1, 1)
+        sinks = (
+            sinks_N.view(1, num_kv_heads, 1, num_repeats)
+            .expand(n, -1, tile_len, -1)
+            .reshape(n * num_kv_heads, -1, 1)
+        )
         top[:, : sinks.shape[1]] = sinks
-    total, acc = torch.full_like(top, sinks_N is not None), q.new_zeros(*q.shape[:2], spec.value_dim)
+    total, acc = (
+        torch.full_like(top, sinks_N is not None),
+        q.new_zeros(*q.shape[:2], spec.value_dim),
+    )
     change = masks.change_of(spec, bias_NW)
     heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
@@ -265,7 +337,9 @@ def _attend(
             scores = scores.view(block.num_tiles, num_kv_heads, rows, -1)
             scores = change(scores, heads, queries[: block.num_tiles], keys).view(batch, rows, -1)
         if block.hidden is not None:
-            scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
+            scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(
+                block.hidden, float("-inf")
+            )
         block_top = scores.amax(-1, keepdim=True)
         v = _read(kv, block, layer, 1)
         # Longer tiles come first, so those that reach this block are a leading part of the state.
@@ -283,30 +357,43 @@ def _attend(
 def _read(kv: PagedKV, block: _Block, layer: int, part: int) -> torch.Tensor:
     """A block's keys (part 0) or values, [n * G, B, D]."""
     if kv.quant is not None:
-        made = kvquant.read_block(kv, layer, block.pages, block.first_key, block.num_keys, part == 1)
+        made = kvquant.read_block(
+            kv, layer, block.pages, block.first_key, block.num_keys, part == 1
+        )
     else:
         made = read_pages(kv, block.pages, layer, part)
     if block.moved is not None:
         tiles, keys, slots = block.moved
         if kv.quant is not None:
-            made[tiles, :, keys] = kvquant.read_slots(kv, layer, slots, block.first_key + keys, part == 1)
+            made[tiles, :, keys] = kvquant.read_slots(
+                kv, layer, slots, block.first_key + keys, part == 1
+            )
         else:
             made[tiles, :, keys] = read_slots(kv, slots, layer, part)
     return made.flatten(0, 1)
 
 
-def _mix(acc: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> None:
-    """Add the values of a block. One that is not finite, 0 times which is not 0, spoils only the rows that see it."""
+def _mix(
+    acc: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None
+) -> None:
+    """Add the values of a block. One that is not finite, 0 times which is not 0, spoils only the
+    rows that see it."""
     if hidden is None or v.isfinite().all():
         acc.baddbmm_(weights, v)
         return
     is_broken = ~v.isfinite().all(-1)
     acc.baddbmm_(weights, v.masked_fill(is_broken.unsqueeze(-1), 0.0))
-    is_spoiled = (is_broken.view(hidden.shape[0], -1, 1, v.shape[1]) & ~hidden).any(-1).view(acc.shape[0], -1, 1)
+    is_spoiled = (
+        (is_broken.view(hidden.shape[0], -1, 1, v.shape[1]) & ~hidden)
+        .any(-1)
+        .view(acc.shape[0], -1, 1)
+    )
     acc.masked_fill_(is_spoiled, float("nan"))
 
 
-def _rows_of(group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of(
+    group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads [1, G, M, 1] and positions [n, 1, M, 1] of the rows of tiles."""
     row = torch.arange(rows)
     heads = torch.arange(num_kv_heads)[:, None] * num_repeats + row % num_repeats
@@ -332,7 +419,10 @@ class TorchAttention:
         kv = self.kv
         kinds = {_kind(place, spec): spec for place, spec in zip(kv.places, kv.specs, strict=True)}
         tables = [table.numpy()[rows] for table in kv.tables]
-        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, spec, paths) for kind, spec in kinds.items()}
+        plans = {
+            kind: plan_attention(starts, counts, tables[kind[0]], kv, spec, paths)
+            for kind, spec in kinds.items()
+        }
         return TorchStep(kv, plans, slots_GT, positions_T)
 
 
@@ -343,7 +433,9 @@ class TorchStep:
     slots_GT: torch.Tensor  # where this step's keys and values go, in each group
     positions_T: torch.Tensor
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN
+    ) -> torch.Tensor:
         kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
         queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
         plan = self.plans[_kind(at, spec)]
@@ -358,9 +450,15 @@ def _kind(place: Place, spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def enter_heads(
-    kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, slots_GT: torch.Tensor, learned: HeadWeights
+    kv: PagedKV,
+    layer: int,
+    qkv_TC: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_GT: torch.Tensor,
+    learned: HeadWeights,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys, write what the layer stores into the cache. Returns the queries [T, N, D]."""
+    """Norm and rotate queries and keys, write what the layer stores into the cache. Returns the
+    queries [T, N, D]."""
     queries, *stored = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
     slots_T = slots_GT[kv.places[layer].group]
     if kv.quant is not None:
@@ -373,8 +471,8 @@ def enter_heads(
 def rotate_heads(
     kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, learned: HeadWeights
 ) -> list[torch.Tensor]:
-    """Queries, and what the layer stores: keys and values, or nothing, [T, heads, D] each. Queries and
-    keys are normed and rotated (keys not, where they are stored as they are before it)."""
+    """Queries, and what the layer stores: keys and values, or nothing, [T, heads, D] each. Queries
+    and keys are normed and rotated (keys not, where they are stored as they are before it)."""
     spec, angles = kv.specs[layer], kv.angles[layer]
     heads = [(spec.num_heads, spec.head_dim), *((part.num_heads, part.dim) for part in spec.stored)]
     columns = qkv_TC.split([num * dim for num, dim in heads], dim=1)

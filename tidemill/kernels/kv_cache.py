@@ -1,5 +1,6 @@
-"""The KV cache: [P, layers of a page, 2, G, S, D]. Page by page, so that memory is used as pages are; a page of one head is one
-run. In a format with scales a page is bytes: the values, then the scales (`kv_format.py`)."""
+"""The KV cache: [P, layers of a page, 2, G, S, D]. Page by page, so that memory is used as pages
+are; a page of one head is one run. In a format with scales a page is bytes: the values, then the
+scales (`kv_format.py`)."""
 
 from __future__ import annotations
 
@@ -32,12 +33,15 @@ class HeadWeights:
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
     sinks: torch.Tensor | None = None  # [N]
-    chosen: torch.Tensor | None = None  # [T, KV heads]: scores of a predictor; heads at 0 and below give zeros
+    # [T, KV heads]: scores of a predictor; heads at 0 and below give zeros
+    chosen: torch.Tensor | None = None
 
     def only_chosen(self, out_TND: torch.Tensor) -> torch.Tensor:
         if self.chosen is None:
             return out_TND
-        is_left_out = (self.chosen <= 0).repeat_interleave(out_TND.shape[1] // self.chosen.shape[1], 1)
+        is_left_out = (self.chosen <= 0).repeat_interleave(
+            out_TND.shape[1] // self.chosen.shape[1], 1
+        )
         return out_TND.masked_fill(is_left_out[..., None], 0.0)
 
 
@@ -61,14 +65,18 @@ def attention_specs(layers: Iterable[LayerSpec]) -> tuple[AttentionSpec, ...]:
 class PagedKV:
     """The memory that an attention backend works on."""
 
-    # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`. Where layers differ in size: [P, values of a page].
+    # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`. Where layers differ in
+    # size: [P, values of a page].
     cache: torch.Tensor
-    tables: list[torch.Tensor]  # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
+    # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
+    tables: list[torch.Tensor]
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
     places: tuple[Place, ...]  # of each layer
-    biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
-    # [P, layers of a page, 2, G, S], of a format that has them; of int4 [.., S, 2]: scale and offset; of KVQuant [.., S, 4]
+    # of each layer, by distance: `Model.distance_biases`
+    biases: Sequence[torch.Tensor | None] = field(default_factory=list)
+    # [P, layers of a page, 2, G, S], of a format that has them; of int4 [.., S, 2]: scale and
+    # offset; of KVQuant [.., S, 4]
     scales: torch.Tensor | None = None
     quant: KVQuant | None = None  # of KVQuant: what was calibrated
     page_size: int = 0  # tokens of a page, where layers differ in size
@@ -79,12 +87,15 @@ class PagedKV:
             object.__setattr__(self, "biases", [None] * len(self.specs))
         if self.is_uniform:
             object.__setattr__(self, "page_size", self.cache.shape[4])
-        parts = tuple(self._parts(spec, place) for spec, place in zip(self.specs, self.places, strict=True))
+        parts = tuple(
+            self._parts(spec, place) for spec, place in zip(self.specs, self.places, strict=True)
+        )
         object.__setattr__(self, "parts", parts)
 
     @property
     def is_uniform(self) -> bool:
-        """Tells if keys and values of all layers have one size, so that pages have the dimensions of `cache`."""
+        """Tells if keys and values of all layers have one size, so that pages have the dimensions
+        of `cache`."""
         return self.cache.dim() == 6
 
     @property
@@ -125,11 +136,22 @@ class PagedKV:
         return FORMATS[_FORMAT_OF[self.cache.dtype] if self.quant is None else self.quant.name]
 
     def by_distance(self) -> list[torch.Tensor | None]:
-        """The values that each layer adds to scores, as a table where the cache is; layers that add the same share one."""
+        """The values that each layer adds to scores, as a table where the cache is; layers that add
+        the same share one."""
         most = max((table.shape[1] * self.page_size for table in self.tables), default=0)
-        kinds = [(spec.has_alibi, id(bias)) for spec, bias in zip(self.specs, self.biases, strict=True)]
-        made = {kind: masks.by_distance(self.specs[kinds.index(kind)], self.biases[kinds.index(kind)], most) for kind in kinds}
-        on_device = {kind: None if table is None else table.float().to(self.cache.device) for kind, table in made.items()}
+        kinds = [
+            (spec.has_alibi, id(bias)) for spec, bias in zip(self.specs, self.biases, strict=True)
+        ]
+        made = {
+            kind: masks.by_distance(
+                self.specs[kinds.index(kind)], self.biases[kinds.index(kind)], most
+            )
+            for kind in kinds
+        }
+        on_device = {
+            kind: None if table is None else table.float().to(self.cache.device)
+            for kind, table in made.items()
+        }
         return [on_device[kind] for kind in kinds]
 
 
@@ -148,10 +170,16 @@ _TINY = 1e-30  # a row without a larger value is zero
 
 
 def new_cache(
-    num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: str = "float32"
+    num_pages: int,
+    num_layers: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: str = "float32",
 ) -> torch.Tensor:
-    """[P, layers of a page, 2, G, S, D], or [P, bytes of a page] in a format with scales; `views` are what kernels take.
-    numpy's zeros are mapped lazily (torch's are written): memory is used as pages are."""
+    """[P, layers of a page, 2, G, S, D], or [P, bytes of a page] in a format with scales; `views`
+    are what kernels take. numpy's zeros are mapped lazily (torch's are written): memory is used as
+    pages are."""
     kind, shape = FORMATS[dtype], (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
     if kind.has_scales:
         num_bytes = num_layers * 2 * num_kv_heads * page_size * kind.head_bytes(head_dim)
@@ -162,7 +190,12 @@ def new_cache(
 
 
 def views(
-    pool: torch.Tensor, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: str
+    pool: torch.Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values and scales of a pool that `new_cache` has made, as `PagedKV` has them."""
     if not FORMATS[dtype].has_scales:
@@ -174,11 +207,14 @@ def views(
     if FORMATS[dtype].is_calibrated:
         return values, pool[:, num_bytes:].view(torch.int16).unflatten(1, (*shape[1:], -1))
     beside = (2,) if dtype == "int4" else ()
-    return values.view(_DTYPES[dtype]), pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, (*shape[1:], *beside))
+    return values.view(_DTYPES[dtype]), pool[:, num_bytes:].view(torch.bfloat16).unflatten(
+        1, (*shape[1:], *beside)
+    )
 
 
 def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] to values and one scale a row, rounded up to bfloat16, of fp8 to a power of two; NaN if a value is not finite."""
+    """[..., D] to values and one scale a row, rounded up to bfloat16, of fp8 to a power of two; NaN
+    if a value is not finite."""
     if kind.name == "int4":
         return _quantize_int4(x.float())
     x, largest = x.float(), LARGEST[kind.name]
@@ -200,7 +236,8 @@ def _rounded_up(x: torch.Tensor, without: int = 0xFFFF) -> torch.Tensor:
 
 
 def _quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes from -8 to 7, scale and offset [..., 2]. A byte has value i and, in its upper half, value D / 2 + i."""
+    """Codes from -8 to 7, scale and offset [..., 2]. A byte has value i and, in its upper half,
+    value D / 2 + i."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     offset = ((low * 0.5 + high * 0.5) + (high - low) * (0.5 / 15)).bfloat16().float()
     step = torch.maximum((high - offset) * (1 / 7), (offset - low) * 0.125)
@@ -209,7 +246,9 @@ def _quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_finite = step.isfinite()
     factor = torch.where(is_finite & (step > 0), 1 / scale, 0.0)
     codes = torch.where(is_finite, (x - offset) * factor, 0.0).round().to(torch.int8)
-    both = torch.cat([torch.where(is_finite, scale, float("nan")), torch.where(is_finite, offset, 0.0)], -1).bfloat16()
+    both = torch.cat(
+        [torch.where(is_finite, scale, float("nan")), torch.where(is_finite, offset, 0.0)], -1
+    ).bfloat16()
     first, second = codes.view(torch.uint8).chunk(2, dim=-1)
     return (first & 15) | (second << 4), both
 
@@ -223,18 +262,23 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, kind: KVFormat) -> to
 
 
 def write_kv(kv: PagedKV, layer: int, slots_T: torch.Tensor, *stored: torch.Tensor) -> None:
-    """Writes the parts [T, heads, dim] that a layer has made of tokens. `slots_T`: page * page_size + offset."""
+    """Writes the parts [T, heads, dim] that a layer has made of tokens. `slots_T`: page * page_size
+    + offset."""
     pages, offsets = slots_T // kv.page_size, slots_T % kv.page_size
     for part, given in zip(kv.parts[layer], stored, strict=False):
         if part.scales is None:
             part.values[pages, :, offsets] = given.to(kv.cache.dtype)
         else:
-            part.values[pages, :, offsets], part.scales[pages, :, offsets] = quantize(given, kv.format)
+            part.values[pages, :, offsets], part.scales[pages, :, offsets] = quantize(
+                given, kv.format
+            )
 
 
 def read_slots(kv: PagedKV, slots: torch.Tensor, layer: int, part: int) -> torch.Tensor:
     """A part of single tokens in float32, [slots, heads, dim]."""
-    return _read(kv, kv.parts[layer][part], (slots // kv.page_size, slice(None), slots % kv.page_size))
+    return _read(
+        kv, kv.parts[layer][part], (slots // kv.page_size, slice(None), slots % kv.page_size)
+    )
 
 
 def read_pages(kv: PagedKV, pages: torch.Tensor, layer: int, part: int) -> torch.Tensor:
@@ -245,9 +289,14 @@ def read_pages(kv: PagedKV, pages: torch.Tensor, layer: int, part: int) -> torch
 
 
 def _read(kv: PagedKV, part: StoredPart, at: tuple[torch.Tensor | slice, ...]) -> torch.Tensor:
-    return part.values[at].float() if part.scales is None else dequantize(part.values[at], part.scales[at], kv.format)
+    return (
+        part.values[at].float()
+        if part.scales is None
+        else dequantize(part.values[at], part.scales[at], kv.format)
+    )
 
 
 def copy_pages(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Whole pages, all layers; every source is read before any target is written. Indices are on the cache's device."""
+    """Whole pages, all layers; every source is read before any target is written. Indices are on
+    the cache's device."""
     cache[targets] = cache[sources]

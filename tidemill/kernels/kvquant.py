@@ -1,12 +1,15 @@
-"""KVQuant: keys and values as codes of non-uniform levels that were fitted to the model (`tidemill calibrate-kv`).
+"""KVQuant: keys and values as codes of non-uniform levels that were fitted to the model (`tidemill
+calibrate-kv`).
 
-Keys are quantized before rotation, where each channel has its own range: scale and offset of channels are constants of a layer.
-The first token of a sequence draws much of the attention with keys unlike all others', so position 0 has constants of its own.
-Values have a scale and an offset for each token and head. What fits a range worst is kept in bfloat16, with its place: two of a
+Keys are quantized before rotation, where each channel has its own range: scale and offset of
+channels are constants of a layer. The first token of a sequence draws much of the attention with
+keys unlike all others', so position 0 has constants of its own. Values have a scale and an offset
+for each token and head. What fits a range worst is kept in bfloat16, with its place: two of a
 token's key and head, one of its value.
 
-A page is the codes [layers of a page, 2, G, S, D * bits / 8], then four 16-bit numbers [layers of a page, 2, G, S, 4] of each
-row: of keys, two outliers and their places; of values, scale, offset, an outlier and its place. C's twin is native/kvquant.c.
+A page is the codes [layers of a page, 2, G, S, D * bits / 8], then four 16-bit numbers [layers of a
+page, 2, G, S, 4] of each row: of keys, two outliers and their places; of values, scale, offset, an
+outlier and its place. C's twin is native/kvquant.c.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ class KVQuant:
 
     def layer(self, number: int) -> KVQuantLayer:
         return KVQuantLayer(
-            self.bits, self.scales[number], self.offsets[number], self.key_levels[number], self.value_levels[number]
+            self.bits,
+            self.scales[number],
+            self.offsets[number],
+            self.key_levels[number],
+            self.value_levels[number],
         )
 
 
@@ -64,8 +71,9 @@ def _codes(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower two of codes i + k * D / 4
-    (k = 0 .. 3) in the first D / 4 bytes, the upper one of codes i + k * D / 8 (k = 0 .. 7) in the others."""
+    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower
+    two of codes i + k * D / 4 (k = 0 .. 3) in the first D / 4 bytes, the upper one of codes i + k *
+    D / 8 (k = 0 .. 7) in the others."""
     if bits == 4:
         low, high = codes.chunk(2, -1)
         return low | (high << 4)
@@ -92,9 +100,11 @@ def _bits16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().view(torch.int16)
 
 
-def quantize_keys(keys_TGD: torch.Tensor, positions_T: torch.Tensor, layer: KVQuantLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Before rotation. Codes [T, G, D * bits / 8], and int16 [T, G, 4]: two outliers, their places. If a value is not finite, the
-    first outlier is not."""
+def quantize_keys(
+    keys_TGD: torch.Tensor, positions_T: torch.Tensor, layer: KVQuantLayer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Before rotation. Codes [T, G, D * bits / 8], and int16 [T, G, 4]: two outliers, their places.
+    If a value is not finite, the first outlier is not."""
     kind = _kind(positions_T)
     z = (keys_TGD - layer.offsets[kind]) * (1 / layer.scales)[kind]
     far = torch.where(z.isfinite(), z.abs(), float("inf"))
@@ -104,10 +114,14 @@ def quantize_keys(keys_TGD: torch.Tensor, positions_T: torch.Tensor, layer: KVQu
         far = far.scatter(-1, places[-1], -1.0)
     place = torch.cat(places, -1)
     outliers = keys_TGD.gather(-1, place)
-    return pack(_codes(z, layer.key_levels), layer.bits), torch.cat([_bits16(outliers), place.short()], -1)
+    return pack(_codes(z, layer.key_levels), layer.bits), torch.cat(
+        [_bits16(outliers), place.short()], -1
+    )
 
 
-def dequantize_keys(codes: torch.Tensor, extra: torch.Tensor, positions_K: torch.Tensor, layer: KVQuantLayer) -> torch.Tensor:
+def dequantize_keys(
+    codes: torch.Tensor, extra: torch.Tensor, positions_K: torch.Tensor, layer: KVQuantLayer
+) -> torch.Tensor:
     """[..., G, K, D * bits / 8] to [..., G, K, D], before rotation."""
     kind = _kind(positions_K)
     scales, offsets = (each[kind].transpose(0, 1) for each in (layer.scales, layer.offsets))
@@ -117,8 +131,8 @@ def dequantize_keys(codes: torch.Tensor, extra: torch.Tensor, positions_K: torch
 
 
 def value_ranges(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ranges of values [..., D]: lowest and highest without the outlier [..., 1], and its place. It is the highest or the
-    lowest value, whichever leaves the smaller range."""
+    """The ranges of values [..., D]: lowest and highest without the outlier [..., 1], and its
+    place. It is the highest or the lowest value, whichever leaves the smaller range."""
     dim = values.shape[-1]
     highest, lowest = values.argmax(-1, keepdim=True), values.argmin(-1, keepdim=True)
     top, low = values.gather(-1, highest), values.gather(-1, lowest)
@@ -129,9 +143,11 @@ def value_ranges(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return torch.where(is_top, low, next_low), torch.where(is_top, next_top, top), place
 
 
-def quantize_values(values_TGD: torch.Tensor, layer: KVQuantLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [T, G, D * bits / 8], and int16 [T, G, 4]: scale, offset, the outlier, its place. The scale is NaN if a value is not
-    finite."""
+def quantize_values(
+    values_TGD: torch.Tensor, layer: KVQuantLayer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, G, D * bits / 8], and int16 [T, G, 4]: scale, offset, the outlier, its place. The
+    scale is NaN if a value is not finite."""
     low, high, place = value_ranges(values_TGD)
     is_finite = values_TGD.isfinite().all(-1, keepdim=True)
     scale, offset = ((high - low) * 0.5).bfloat16().float(), ((high + low) * 0.5).bfloat16().float()
@@ -143,7 +159,9 @@ def quantize_values(values_TGD: torch.Tensor, layer: KVQuantLayer) -> tuple[torc
     return codes, torch.cat([_bits16(extra), place.short()], -1)
 
 
-def dequantize_values(codes: torch.Tensor, extra: torch.Tensor, layer: KVQuantLayer) -> torch.Tensor:
+def dequantize_values(
+    codes: torch.Tensor, extra: torch.Tensor, layer: KVQuantLayer
+) -> torch.Tensor:
     """[..., D]"""
     scale, offset, outlier = extra[..., :3].contiguous().view(torch.bfloat16).float().split(1, -1)
     values = layer.value_levels[unpack(codes, layer.bits).long()] * scale + offset
@@ -151,7 +169,12 @@ def dequantize_values(codes: torch.Tensor, extra: torch.Tensor, layer: KVQuantLa
 
 
 def enter(
-    kv: PagedKV, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor, keys_TGD: torch.Tensor, values_TGD: torch.Tensor
+    kv: PagedKV,
+    layer: int,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
 ) -> None:
     """Into the pages of the cache; keys are not rotated. `slots_T`: page * page_size + offset."""
     assert kv.quant is not None
@@ -162,9 +185,11 @@ def enter(
         part.values[pages, :, offsets], part.scales[pages, :, offsets] = codes, extra
 
 
-def read_block(kv: PagedKV, layer: int, pages: torch.Tensor, first_key: int, num_keys: int, is_value: bool) -> torch.Tensor:
-    """Keys, rotated, or values of pages [tiles, pages] in float32: [tiles, G, num_keys, D]. Their first is at position
-    `first_key`."""
+def read_block(
+    kv: PagedKV, layer: int, pages: torch.Tensor, first_key: int, num_keys: int, is_value: bool
+) -> torch.Tensor:
+    """Keys, rotated, or values of pages [tiles, pages] in float32: [tiles, G, num_keys, D]. Their
+    first is at position `first_key`."""
     assert kv.quant is not None
     own, part = kv.quant.layer(layer), kv.parts[layer][is_value]
     assert part.scales is not None
@@ -180,7 +205,9 @@ def read_block(kv: PagedKV, layer: int, pages: torch.Tensor, first_key: int, num
     return apply_rope(keys, angles.cos[places][None], angles.sin[places][None])
 
 
-def read_slots(kv: PagedKV, layer: int, slots: torch.Tensor, positions: torch.Tensor, is_value: bool) -> torch.Tensor:
+def read_slots(
+    kv: PagedKV, layer: int, slots: torch.Tensor, positions: torch.Tensor, is_value: bool
+) -> torch.Tensor:
     """Keys, rotated, or values of single tokens in float32, [slots, G, D]."""
     assert kv.quant is not None
     part, own, angles = kv.parts[layer][is_value], kv.quant.layer(layer), kv.angles[layer]
@@ -189,5 +216,9 @@ def read_slots(kv: PagedKV, layer: int, slots: torch.Tensor, positions: torch.Te
     codes, extra = part.values[at], part.scales[at]
     if is_value:
         return dequantize_values(codes, extra, own)
-    keys = dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(0, 1)
-    return keys if angles is None else apply_rope(keys, angles.cos[positions], angles.sin[positions])
+    keys = dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(
+        0, 1
+    )
+    return (
+        keys if angles is None else apply_rope(keys, angles.cos[positions], angles.sin[positions])
+    )

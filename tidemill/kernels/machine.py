@@ -12,18 +12,26 @@ from tidemill.machine import Machine
 def detect() -> Machine:
     import torch
 
-    machine = replace(Machine.detect(), kernels=native.why if native.lib else "", no_kernels="" if native.lib else native.why)
+    machine = replace(
+        Machine.detect(),
+        kernels=native.why if native.lib else "",
+        no_kernels="" if native.lib else native.why,
+    )
     if not torch.cuda.is_available():
         return machine
     free, total = torch.cuda.mem_get_info()
     return replace(
-        machine, gpu=torch.cuda.get_device_name(), gpu_bytes=total, gpu_free_bytes=free, num_gpus=torch.cuda.device_count()
+        machine,
+        gpu=torch.cuda.get_device_name(),
+        gpu_bytes=total,
+        gpu_free_bytes=free,
+        num_gpus=torch.cuda.device_count(),
     )
 
 
 def arithmetic(device: str) -> dict[str, str]:
-    """The arithmetic that the bits of a result depend on besides the model and the options: two machines that differ in it round
-    differently."""
+    """The arithmetic that the bits of a result depend on besides the model and the options: two
+    machines that differ in it round differently."""
     import torch
 
     parts = {
@@ -38,7 +46,8 @@ def arithmetic(device: str) -> dict[str, str]:
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only compete for the cores."""
+    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only
+    compete for the cores."""
     import torch
 
     settle_vector_math()
@@ -50,9 +59,9 @@ def set_threads(num_threads: int) -> None:
 def settle_vector_math() -> None:
     """One call on one element of every vector math function the engine uses, before any large call.
 
-    On x86, torch hands these functions to oneMKL, which picks a kernel at a function's first call. When that call comes from
-    several threads at once, one of them may run a low-accuracy kernel on its share (oneMKL 2024.2, pytorch issue 188792).
-    A call on one element has one thread."""
+    On x86, torch hands these functions to oneMKL, which picks a kernel at a function's first call.
+    When that call comes from several threads at once, one of them may run a low-accuracy kernel on
+    its share (oneMKL 2024.2, pytorch issue 188792). A call on one element has one thread."""
     import torch
 
     for dtype in (torch.float32, torch.float64):

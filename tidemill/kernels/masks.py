@@ -1,8 +1,10 @@
-"""The parts of attention besides products: masks and score changes, small functions that are composed from a layer's spec.
+"""The parts of attention besides products: masks and score changes, small functions that are
+composed from a layer's spec.
 
-A mask says which keys a query sees, from their positions; a score change says what becomes of a score. Both are written with
-operators alone, so that they take numpy's arrays, torch's tensors and what FlexAttention traces alike. The torch backend and
-FlexAttention compute with them; the compiled kernels have them built in by kind (`coverage.py`).
+A mask says which keys a query sees, from their positions; a score change says what becomes of a
+score. Both are written with operators alone, so that they take numpy's arrays, torch's tensors and
+what FlexAttention traces alike. The torch backend and FlexAttention compute with them; the compiled
+kernels have them built in by kind (`coverage.py`).
 
 A sink is neither: it joins the softmax as a score without a value.
 """
@@ -20,7 +22,8 @@ from tidemill.types.model_config import AttentionSpec
 
 # Positions, heads and scores are ints, arrays or tensors that broadcast.
 Mask = Callable[[Any, Any], Any]  # (query position, key position) -> seen
-ScoreChange = Callable[[Any, Any, Any, Any], Any]  # (score, head, query position, key position) -> score
+# (score, head, query position, key position) -> score
+ScoreChange = Callable[[Any, Any, Any, Any], Any]
 
 # ---- masks
 
@@ -30,7 +33,8 @@ def causal(query: Any, key: Any) -> Any:
 
 
 def prefix(length: Any) -> Mask:
-    """Prefix-LM: causal, but the first `length` tokens are seen by all. With the whole sequence's length, bidirectional."""
+    """Prefix-LM: causal, but the first `length` tokens are seen by all. With the whole sequence's
+    length, bidirectional."""
     return lambda query, key: (key <= query) | (key < length)
 
 
@@ -74,9 +78,12 @@ def alibi(slopes_N: torch.Tensor) -> ScoreChange:
 
 
 def distance_bias(bias_NW: torch.Tensor) -> ScoreChange:
-    """Learned, by distance, that of 0 in the middle. Of distances that no key within the context has, some other."""
+    """Learned, by distance, that of 0 in the middle. Of distances that no key within the context
+    has, some other."""
     middle = bias_NW.shape[1] // 2
-    return lambda score, head, query, key: score + bias_NW[head, torch.clamp(key - query, -middle, middle) + middle]
+    return lambda score, head, query, key: (
+        score + bias_NW[head, torch.clamp(key - query, -middle, middle) + middle]
+    )
 
 
 def in_turn(changes: Iterable[ScoreChange]) -> ScoreChange:
@@ -92,8 +99,8 @@ def in_turn(changes: Iterable[ScoreChange]) -> ScoreChange:
 
 @cache
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """A geometric sequence that ends at 2^-8. Of a number of heads that is no power of two, the sequence of the power below, then
-    every other member of the next power's."""
+    """A geometric sequence that ends at 2^-8. Of a number of heads that is no power of two, the
+    sequence of the power below, then every other member of the next power's."""
 
     def powers(count: int, step: int, of: int) -> list[float]:
         return [2.0 ** (-8.0 / of * (1 + i * step)) for i in range(count)]
@@ -110,7 +117,8 @@ def _slopes(spec: AttentionSpec) -> torch.Tensor:
 
 
 def mask_of(spec: AttentionSpec, end: Any) -> Mask:
-    """`end`: after the last key that the step has of the query's sequence; used where a layer is bidirectional."""
+    """`end`: after the last key that the step has of the query's sequence; used where a layer is
+    bidirectional."""
     masks = [prefix(end) if spec.is_bidirectional else causal]
     return every([*masks, window(spec.window)] if spec.window else masks)
 
@@ -120,8 +128,11 @@ def first_seen(spec: AttentionSpec, query: Any) -> Any:
     return query - spec.window + 1 if spec.window else query * 0
 
 
-def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: torch.device | None = None) -> ScoreChange | None:
-    """The change of scores that are already scaled; None: they stay. `bias_NW`: of a layer that has learned a distance bias."""
+def change_of(
+    spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: torch.device | None = None
+) -> ScoreChange | None:
+    """The change of scores that are already scaled; None: they stay. `bias_NW`: of a layer that has
+    learned a distance bias."""
     changes = [softcap(spec.softcap)] if spec.softcap else []
     if spec.has_alibi:
         changes.append(alibi(_slopes(spec).to(device)))
@@ -130,9 +141,12 @@ def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: 
     return in_turn(changes) if changes else None
 
 
-def by_distance(spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions: int) -> torch.Tensor | None:
-    """The values that are added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for
-    kernels that read one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
+def by_distance(
+    spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions: int
+) -> torch.Tensor | None:
+    """The values that are added to scores as a table [N, 2 * num_positions - 1], by the key's
+    position less the query's, for kernels that read one; None: nothing. `bias_NW`: a learned one,
+    which brings its own number of positions."""
     if not spec.has_alibi:
         return bias_NW
     last = num_positions - 1 if bias_NW is None else bias_NW.shape[1] // 2

@@ -1,4 +1,5 @@
-"""Host memory straight from the system, in huge pages where it has them: a page fault for 2 MiB, not for 4 KiB."""
+"""Host memory straight from the system, in huge pages where it has them: a page fault for 2 MiB,
+not for 4 KiB."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ _LARGE = 4 * 2**20  # bytes from which on huge pages are worth the rounding
 
 def memory(num_bytes: int) -> np.ndarray:
     """Bytes from a multiple of a page on, in which nothing lies yet."""
-    made = mmap.mmap(-1, max(PAGE, -(-num_bytes // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = mmap.mmap(
+        -1, max(PAGE, -(-num_bytes // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             made.madvise(mmap.MADV_HUGEPAGE)
@@ -23,7 +26,8 @@ def memory(num_bytes: int) -> np.ndarray:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU; a large one is in memory of its own, which goes back to the system with it."""
+    """A tensor on the CPU; a large one is in memory of its own, which goes back to the system with
+    it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _LARGE:
         return torch.zeros(shape, dtype=dtype, device="cpu")

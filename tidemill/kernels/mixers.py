@@ -19,7 +19,13 @@ from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
 from tidemill.kernels.policies import Round
 from tidemill.kernels.policy_attention import PolicyStep, plan_policies
-from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
+from tidemill.kernels.state import (
+    PagedStates,
+    ScanInputs,
+    StateWeights,
+    TorchStates,
+    TorchStateStep,
+)
 from tidemill.kernels.trees import Paths
 from tidemill.types.model_config import LayerSpec
 
@@ -32,27 +38,38 @@ def _choose_attention(kv: PagedKV) -> tuple[Attention, str]:
     if NativeAttention.can_run(kv):
         return NativeAttention(kv), ""
     why = NativeAttention.uncovered(kv)
-    return TorchAttention(kv), "; ".join(filter(None, (why, "torch computes it, several times slower")))
+    return TorchAttention(kv), "; ".join(
+        filter(None, (why, "torch computes it, several times slower"))
+    )
 
 
 class Mixers:
-    def __init__(self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None) -> None:
+    def __init__(
+        self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None
+    ) -> None:
         """`kv`: of the attention layers alone; `states`: of all layers. None: there are none."""
         self.kv, self.paged = kv, states
-        self._numbers = np.cumsum([spec.reads_tokens for spec in layers]) - 1  # among attention layers
+        # among attention layers
+        self._numbers = np.cumsum([spec.reads_tokens for spec in layers]) - 1
         self.attention: Attention | None = None
         self.states: NativeStates | TorchStates | None = None
         self.why_not = ""  # attention by the compiled kernel, and what computes it instead
         if kv is not None:
             self.attention, self.why_not = _choose_attention(kv)
         if states is not None:
-            self.states = NativeStates(states) if NativeStates.can_run(states) else TorchStates(states)
+            self.states = (
+                NativeStates(states) if NativeStates.can_run(states) else TorchStates(states)
+            )
 
     @property
     def tables(self) -> list[tuple[torch.Tensor, int]]:
         """The page tables of all groups, keys and values first, and the tokens of a page of each."""
         kv = [] if self.kv is None else [(table, self.kv.page_size) for table in self.kv.tables]
-        return kv if self.paged is None else [*kv, *((table, self.paged.interval) for table in self.paged.tables)]
+        return (
+            kv
+            if self.paged is None
+            else [*kv, *((table, self.paged.interval) for table in self.paged.tables)]
+        )
 
     @property
     def takes_trees(self) -> bool:
@@ -62,7 +79,9 @@ class Mixers:
     @property
     def are_native(self) -> bool:
         """All of them: then a forward pass can be recorded."""
-        return isinstance(self.attention, NativeAttention | None) and isinstance(self.states, NativeStates | None)
+        return isinstance(self.attention, NativeAttention | None) and isinstance(
+            self.states, NativeStates | None
+        )
 
     def plan(
         self,
@@ -74,7 +93,8 @@ class Mixers:
         paths: Paths | None = None,
         rounds: Sequence[Round] = (),
     ) -> MixedStep:
-        """`paths`: of drafts that are a tree, each of which is an entry of its own. `rounds`: if rows have KV policies."""
+        """`paths`: of drafts that are a tree, each of which is an entry of its own. `rounds`: if
+        rows have KV policies."""
         attention: AttentionStep | None = None
         if isinstance(self.attention, NativeAttention) and rounds:
             attention = self.attention.plan_policies(rounds, positions_T, slots_GT, paths)
@@ -85,7 +105,9 @@ class Mixers:
         states = None if self.states is None else self.states.plan(rows, starts, counts)
         return MixedStep(self._numbers, attention, states, self._address(attention, states))
 
-    def _address(self, attention: AttentionStep | None, states: NativeStateStep | TorchStateStep | None) -> Any:
+    def _address(
+        self, attention: AttentionStep | None, states: NativeStateStep | TorchStateStep | None
+    ) -> Any:
         """The tm_step of a replay."""
         if not isinstance(states, NativeStateStep):
             return None
@@ -109,7 +131,9 @@ class MixedStep:
         assert isinstance(self.attention, NativeStep)
         self.attention.enter(int(self.numbers[layer]), qkv_TC, learned)
 
-    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+    def convolve(
+        self, layer: int, projected_TC: torch.Tensor, learned: StateWeights
+    ) -> torch.Tensor:
         assert self.states is not None
         return self.states.convolve(layer, projected_TC, learned)
 

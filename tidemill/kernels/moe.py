@@ -1,11 +1,13 @@
-"""A mixture of experts: each token goes through the `top_k` experts that its router logits choose, and their outputs are added by
-weight.
+"""A mixture of experts: each token goes through the `top_k` experts that its router logits choose,
+and their outputs are added by weight.
 
-A token's sum runs over its experts in the order of their rank, so its bits never depend on the other tokens of a step. No expert
-has a capacity: whatever the number of tokens that choose it, all are computed. Dropping what overflows, as Switch Transformers do
-in training, would make a token depend on those around it.
+A token's sum runs over its experts in the order of their rank, so its bits never depend on the
+other tokens of a step. No expert has a capacity: whatever the number of tokens that choose it, all
+are computed. Dropping what overflows, as Switch Transformers do in training, would make a token
+depend on those around it.
 
-Shape letters: E experts, K = top_k, I size of an expert, L router logits (E, or E + 1 with a shared expert).
+Shape letters: E experts, K = top_k, I size of an expert, L router logits (E, or E + 1 with a shared
+expert).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from tidemill.types.model_config import MoESpec
 def route_reference(
     logits_TE: torch.Tensor, top_k: int, renormalise: bool, scoring: str = "softmax_then_topk"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and numbers of the chosen experts, [T, K], the highest logit first; of equal
-    ones, the lowest number. With scores, logits are the weights (`routing.score_experts`)."""
+    """Weights (float32) and numbers of the chosen experts, [T, K], the highest logit first; of
+    equal ones, the lowest number. With scores, logits are the weights (`routing.score_experts`)."""
     logits = logits_TE.float()
     best, chosen = logits.sort(dim=-1, descending=True, stable=True)
     best, chosen = best[:, :top_k], chosen[:, :top_k]
@@ -56,7 +58,8 @@ def moe_reference(
     down_bias_EH: torch.Tensor | None = None,
     scoring: str = "softmax_then_topk",
 ) -> torch.Tensor:
-    """The reference of every implementation. Rows of gate first, then of up; in float32, whatever the types."""
+    """The reference of every implementation. Rows of gate first, then of up; in float32, whatever
+    the types."""
     x = x_TH.float()
     weights, chosen = route_reference(router_logits_TE, top_k, renormalise, scoring)
     out_TKH = x.new_zeros(*chosen.shape, x.shape[1])
@@ -81,8 +84,9 @@ def combine(out_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertWeights(ABC):
-    """The matrices of all experts of a layer, laid out as a kernel reads them. `counts`: how many tokens each expert got since
-    the start, [E] integers that may wrap around; None where that is not known."""
+    """The matrices of all experts of a layer, laid out as a kernel reads them. `counts`: how many
+    tokens each expert got since the start, [E] integers that may wrap around; None where that is
+    not known."""
 
     counts: np.ndarray | torch.Tensor | None = None
 
@@ -91,7 +95,8 @@ class ExpertWeights(ABC):
         """`logits_TL`: the router's, in float32."""
 
     def count(self, live: torch.Tensor) -> None:
-        """On a GPU: count tokens from now on. `live`: [1], how many of a step's tokens do not only fill it up."""
+        """On a GPU: count tokens from now on. `live`: [1], how many of a step's tokens do not only
+        fill it up."""
         return
 
     def compile(self, nums_rows: Collection[int]) -> None:
@@ -104,14 +109,16 @@ class ExpertWeights(ABC):
 
 
 def read_counts(counts: Sequence[np.ndarray | torch.Tensor]) -> list[np.ndarray]:
-    """The counts as they are now. Those on a GPU are copied on a stream of their own: nobody waits for the step under way, some
-    of whose tokens are in them."""
+    """The counts as they are now. Those on a GPU are copied on a stream of their own: nobody waits
+    for the step under way, some of whose tokens are in them."""
     if not any(isinstance(one, torch.Tensor) and one.is_cuda for one in counts):
         return [np.array(one) for one in counts]
     stream = _reading_stream()
     with torch.cuda.stream(stream):
         copies = [
-            torch.empty(one.shape, dtype=torch.int32, pin_memory=True).copy_(torch.as_tensor(one), non_blocking=True)
+            torch.empty(one.shape, dtype=torch.int32, pin_memory=True).copy_(
+                torch.as_tensor(one), non_blocking=True
+            )
             for one in counts
         ]
     stream.synchronize()
@@ -150,7 +157,8 @@ class Stack:
 
 @dataclass(slots=True)
 class StreamedStack:
-    """One matrix of each expert, which a stream reads into slots. `code_place`, `scale_place`: where it lies in a slot."""
+    """One matrix of each expert, which a stream reads into slots. `code_place`, `scale_place`:
+    where it lies in a slot."""
 
     kind: int
     num_in: int
@@ -185,7 +193,10 @@ def stack_codes(weights: list[Codes], bias_EN: torch.Tensor | None = None) -> St
     num_out, num_in = weights[0].codes_NK.shape
     kind = kind_of(weights)
     panels, scales = code_panels(weights[0], kind)
-    all_codes, all_scales = panels.new_empty(len(weights), *panels.shape), scales.new_empty(len(weights), *scales.shape)
+    all_codes, all_scales = (
+        panels.new_empty(len(weights), *panels.shape),
+        scales.new_empty(len(weights), *scales.shape),
+    )
     for expert, weight in enumerate(weights):
         all_codes[expert], all_scales[expert] = code_panels(weight, kind)
     return Stack(kind_number(weights), num_in, num_out, all_codes, all_scales, bias_EN)
@@ -214,27 +225,38 @@ class NativeExperts(ExpertWeights):
             is_scored=spec.scoring == "scores",
             act=ACTIVATIONS[spec.act],
             counts=self.counts.ctypes.data,
-            **dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), matrices, strict=False)),
+            **dict(
+                zip(("gate_up", "down", "shared_gate_up", "shared_down"), matrices, strict=False)
+            ),
         )
 
     def read_from(self, stream: int, first_unit: int) -> None:
         """Experts are in slots of a stream (its address), the first as this unit."""
         self._struct.stream, self._struct.first_unit = stream, first_unit
 
-    def foresee(self, following: NativeExperts, router: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Reads the experts that the next layer's router would choose for the same rows, while this layer computes."""
+    def foresee(
+        self, following: NativeExperts, router: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Reads the experts that the next layer's router would choose for the same rows, while this
+        layer computes."""
         self._following = following, router
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         if self._following is None:
             return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL)
         following, router = self._following
-        return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL, ctypes.addressof(following._struct), router(x_TH))
+        return self._lib.moe(
+            ctypes.addressof(self._struct),
+            x_TH,
+            logits_TL,
+            ctypes.addressof(following._struct),
+            router(x_TH),
+        )
 
 
 class TorchExperts(ExpertWeights):
-    """Expert by expert, by linears whose rows keep their bits at any number of rows. `weights`: of each expert, gate and up, then
-    down; the shared one's, if there is one, come last."""
+    """Expert by expert, by linears whose rows keep their bits at any number of rows. `weights`: of
+    each expert, gate and up, then down; the shared one's, if there is one, come last."""
 
     def __init__(self, spec: MoESpec, weights: list[tuple[Weight, Weight]]) -> None:
         self._spec, self._weights = spec, weights
@@ -252,7 +274,9 @@ class TorchExperts(ExpertWeights):
             out_TKH[token, rank] = self._expert(expert, x_TH[token])
         out = combine(out_TKH, weights)
         if spec.shared_size:
-            out += self._expert(spec.num_experts, x_TH) / torch.exp(-logits_TL[:, spec.num_experts :]).add_(1.0)
+            out += self._expert(spec.num_experts, x_TH) / torch.exp(
+                -logits_TL[:, spec.num_experts :]
+            ).add_(1.0)
         return out
 
     def _expert(self, number: int, x_TH: torch.Tensor) -> torch.Tensor:
@@ -271,7 +295,9 @@ def dense_experts(
     """The experts of matrices of 32 or 16 bits, rows of gate before rows of up."""
     if native.lib:
         both = None if shared is None else (stack_dense([shared[0]]), stack_dense([shared[1]]))
-        return NativeExperts(spec, stack_dense(gate_ups, gate_up_bias), stack_dense(downs, down_bias), both)
+        return NativeExperts(
+            spec, stack_dense(gate_ups, gate_up_bias), stack_dense(downs, down_bias), both
+        )
     weights = [
         (
             pack_linear(gate_up, None if gate_up_bias is None else gate_up_bias[expert]),

@@ -33,42 +33,69 @@ class PolicyStep:
     rounds: list[_Planned]
     positions_T: torch.Tensor
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN
+    ) -> torch.Tensor:
         kv, spec = self.kv, self.kv.specs[layer]
         queries, keys, values = rotate_heads(kv, layer, qkv_TC, self.positions_T, learned)
         out = torch.empty_like(queries)
         for one in self.rounds:
             write_kv(kv, layer, one.slots, keys[one.written], values[one.written])
             if one.plan is not None:
-                out[one.tokens] = paged_attention(queries[one.tokens], kv, layer, one.plan, spec, learned.sinks, kv.biases[layer])
+                out[one.tokens] = paged_attention(
+                    queries[one.tokens], kv, layer, one.plan, spec, learned.sinks, kv.biases[layer]
+                )
             for segment in one.round.segments:
                 _Segment(kv, layer, segment).run(queries, out, learned)
         return learned.only_chosen(out).flatten(1)
 
 
 def plan_policies(
-    kv: PagedKV, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
+    kv: PagedKV,
+    rounds: Sequence[Round],
+    positions_T: torch.Tensor,
+    slots_GT: torch.Tensor,
+    paths: Paths | None = None,
 ) -> PolicyStep:
     table, planned = kv.tables[0].numpy(), list[_Planned]()
     for one in rounds:
         tokens = np.concatenate(
-            [np.arange(t, t + n) for t, n in zip(one.tokens, one.counts, strict=True)] or [np.empty(0, np.int64)]
+            [np.arange(t, t + n) for t, n in zip(one.tokens, one.counts, strict=True)]
+            or [np.empty(0, np.int64)]
         )
         plan = (
-            plan_attention(one.slots, one.counts, table[one.rows], kv, kv.specs[0], one.paths(paths)) if one.rows.size else None
+            plan_attention(
+                one.slots, one.counts, table[one.rows], kv, kv.specs[0], one.paths(paths)
+            )
+            if one.rows.size
+            else None
         )
-        planned.append(_Planned(one, torch.from_numpy(tokens), plan, *_written(kv, one, slots_GT[0], is_first=not planned)))
+        planned.append(
+            _Planned(
+                one,
+                torch.from_numpy(tokens),
+                plan,
+                *_written(kv, one, slots_GT[0], is_first=not planned),
+            )
+        )
     return PolicyStep(kv, planned, positions_T)
 
 
-def _written(kv: PagedKV, one: Round, slots_T: torch.Tensor, is_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _written(
+    kv: PagedKV, one: Round, slots_T: torch.Tensor, is_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of the step that a round writes, and where in the cache."""
     if is_first:
         tokens = (slots_T >= 0).nonzero()[:, 0]
         return tokens, slots_T[tokens]
     of_rows = zip(one.rows, one.tokens, one.slots, one.counts, strict=True)
-    row, token, slot = np.array([(r, t + i, s + i) for r, t, s, num in of_rows for i in range(num)], np.int64).T
-    where = kv.tables[0].numpy()[row, slot // kv.page_size].astype(np.int64) * kv.page_size + slot % kv.page_size
+    row, token, slot = np.array(
+        [(r, t + i, s + i) for r, t, s, num in of_rows for i in range(num)], np.int64
+    ).T
+    where = (
+        kv.tables[0].numpy()[row, slot // kv.page_size].astype(np.int64) * kv.page_size
+        + slot % kv.page_size
+    )
     return torch.from_numpy(token), torch.from_numpy(where)
 
 
@@ -141,7 +168,11 @@ class _Segment:
         if policy.kind in ("window", "streaming"):
             return torch.cat([torch.arange(num_best), recent])
         if policy.kind == "random":
-            scores = random_scores(self.layer * self.kv.num_kv_heads + head, self.segment.position + self.segment.count, older)
+            scores = random_scores(
+                self.layer * self.kv.num_kv_heads + head,
+                self.segment.position + self.segment.count,
+                older,
+            )
         else:
             scores = self.memory[head, :older]
         if policy.kind == "snapkv":
@@ -150,8 +181,13 @@ class _Segment:
         return torch.cat([best.sort().values, recent])
 
     def _move_sinks(self) -> None:
-        """The first keys, as far before the next as they were in the beginning: turned from where they were then."""
-        policy, angles, slots = self.policy, self.kv.angles[self.layer], torch.arange(self.policy.sinks)
+        """The first keys, as far before the next as they were in the beginning: turned from where
+        they were then."""
+        policy, angles, slots = (
+            self.policy,
+            self.kv.angles[self.layer],
+            torch.arange(self.policy.sinks),
+        )
         if angles is None or not policy.sinks:
             return
         end, dim = self.segment.position + self.segment.count, self.kv.head_dim
@@ -161,11 +197,15 @@ class _Segment:
         turned = turn_on(first, angles, end - policy.kept)
         pages, offsets = self._where(slots)
         cache = self.kv.cache
-        cache[pages, self.kv.places[self.layer].index, 0, :, offsets] = turned.transpose(0, 1).to(cache.dtype)
+        cache[pages, self.kv.places[self.layer].index, 0, :, offsets] = turned.transpose(0, 1).to(
+            cache.dtype
+        )
 
     # ---- Quest
 
-    def _attend_sparse(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
+    def _attend_sparse(
+        self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights
+    ) -> None:
         part, size, dim = self.segment, self.kv.page_size, self.kv.head_dim
         summed = self.memory.view(self.kv.num_kv_heads, -1, 2, dim)
         if part.num_pages:
@@ -181,25 +221,36 @@ class _Segment:
             if self.layer >= self.policy.dense_layers and part.num_read <= last:
                 low, high = summed[head, 1:last, None, 0], summed[head, 1:last, None, 1]
                 bounds = torch.maximum(query[head] * low, query[head] * high).sum((1, 2))
-                best = 1 + torch.sort(bounds, descending=True, stable=True).indices[: part.num_read - 2]
+                best = (
+                    1
+                    + torch.sort(bounds, descending=True, stable=True).indices[: part.num_read - 2]
+                )
                 read = torch.cat([torch.tensor([0]), best.sort().values, torch.tensor([last])])
             slots = (read[:, None] * size + torch.arange(size)).flatten()
             slots = slots[slots <= part.position]
-            probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
+            probs, values = (
+                self._scores(query[head], head, slots, learned),
+                self._rows(1, slots)[:, head].float(),
+            )
             out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
 
     # ---- Double Sparsity
 
-    def _attend_tokens(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
+    def _attend_tokens(
+        self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights
+    ) -> None:
         part, dim = self.segment, self.kv.head_dim
         width = num_channels(self.policy, dim)
         squares = self.memory[:, -dim:]  # of the observed queries, by channel
-        memory = self.memory[:, :-dim].view(self.kv.num_kv_heads, -1, width)  # which channels, then those of each token
+        # which channels, then those of each token
+        memory = self.memory[:, :-dim].view(self.kv.num_kv_heads, -1, width)
         if not part.num_read:
             for i in range(part.count):
                 if part.position + i == self.policy.first_observed:
                     squares.zero_()
-                squares += queries[part.token + i].view(self.kv.num_kv_heads, -1, dim).square().sum(1)
+                squares += (
+                    queries[part.token + i].view(self.kv.num_kv_heads, -1, dim).square().sum(1)
+                )
             return
         if part.num_pages:
             if not part.first_page:
@@ -207,21 +258,34 @@ class _Segment:
                 spread = (before - before.mean(0)).square().sum(0)
                 order = torch.sort(spread * squares, dim=-1, descending=True, stable=True).indices
                 memory[:, 0] = order[:, :width].sort(dim=-1).values.float()
-            new = self._rows(0, torch.arange(part.first_page, part.first_page + part.num_pages)).float()
+            new = self._rows(
+                0, torch.arange(part.first_page, part.first_page + part.num_pages)
+            ).float()
             channels = memory[:, 0].long().expand(len(new), -1, -1)
-            memory[:, part.first_page + 1 : part.first_page + part.num_pages + 1] = new.gather(2, channels).transpose(0, 1)
+            memory[:, part.first_page + 1 : part.first_page + part.num_pages + 1] = new.gather(
+                2, channels
+            ).transpose(0, 1)
         query = queries[part.token].view(self.kv.num_kv_heads, -1, dim)
         for head in range(self.kv.num_kv_heads):
             slots = torch.arange(part.position + 1)
             if self.layer >= self.policy.dense_layers and part.num_read <= part.position:
-                scores = (query[head][:, memory[head, 0].long()] @ memory[head, 1 : part.position + 1].T).amax(0)
+                scores = (
+                    query[head][:, memory[head, 0].long()] @ memory[head, 1 : part.position + 1].T
+                ).amax(0)
                 best = torch.sort(scores, descending=True, stable=True).indices[: part.num_read - 1]
                 slots = torch.cat([best.sort().values, slots[-1:]])
-            probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
+            probs, values = (
+                self._scores(query[head], head, slots, learned),
+                self._rows(1, slots)[:, head].float(),
+            )
             out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
 
-    def _scores(self, query_HD: torch.Tensor, head: int, slots: torch.Tensor, learned: HeadWeights) -> torch.Tensor:
-        scores = query_HD * self.kv.specs[self.layer].scale @ self._rows(0, slots)[:, head].float().T
+    def _scores(
+        self, query_HD: torch.Tensor, head: int, slots: torch.Tensor, learned: HeadWeights
+    ) -> torch.Tensor:
+        scores = (
+            query_HD * self.kv.specs[self.layer].scale @ self._rows(0, slots)[:, head].float().T
+        )
         if learned.sinks is None:
             return scores.softmax(-1)
         sinks = learned.sinks.view(self.kv.num_kv_heads, -1, 1)[head]
@@ -236,7 +300,8 @@ def pooled(scores_GK: torch.Tensor) -> torch.Tensor:
 def turn_on(first: torch.Tensor, angles: Angles, by: int) -> torch.Tensor:
     """Keys of sinks [.., D] as they were in the beginning, turned so many positions on."""
     half = angles.cos.shape[1]
-    cos, sin = (table[by] / angles.cos[0] for table in (angles.cos, angles.sin))  # tables may be scaled
+    # tables may be scaled
+    cos, sin = (table[by] / angles.cos[0] for table in (angles.cos, angles.sin))
     a, b = first[..., :half], first[..., half : 2 * half]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, first[..., 2 * half :]], dim=-1)
 
@@ -251,4 +316,8 @@ def random_scores(place: int, position: int, num: int) -> torch.Tensor:
 
     slots = np.arange(num, dtype=np.uint64)
     seed = np.uint64(position * 0x9E3779B9 & 0xFFFFFFFF)
-    return torch.from_numpy((mixed(seed ^ mixed(np.uint64(place << 20 & 0xFFFFFFFF) ^ slots)) >> np.uint64(8)).astype(np.float32))
+    return torch.from_numpy(
+        (mixed(seed ^ mixed(np.uint64(place << 20 & 0xFFFFFFFF) ^ slots)) >> np.uint64(8)).astype(
+            np.float32
+        )
+    )

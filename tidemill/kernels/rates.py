@@ -1,5 +1,5 @@
-"""The rates that this machine reaches: operations, bytes read, bytes copied a second. Measured in about a second, for
-estimates."""
+"""The rates that this machine reaches: operations, bytes read, bytes copied a second. Measured in
+about a second, for estimates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Rates:
 
 
 def measure_rates() -> Rates:
-    """By the compiled kernels, with the threads that are set: a matmul of many rows, one of a single row by a matrix larger than
-    caches, and a copy of it."""
+    """By the compiled kernels, with the threads that are set: a matmul of many rows, one of a
+    single row by a matrix larger than caches, and a copy of it."""
     matrix = torch.randn(_TALL, _WIDTH)
     wide, tall = pack_linear(matrix[:_WIDTH].clone()), pack_linear(matrix)
     many, one, copy = torch.randn(_ROWS, _WIDTH), torch.randn(1, _WIDTH), torch.empty_like(matrix)

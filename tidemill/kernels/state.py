@@ -1,9 +1,10 @@
 """States of constant size in pages: how a step is cut, and the recurrences in torch.
 
-A sequence's state after every `interval` tokens is a *block*, of `block_pages` pages; the last one holds the running state.
-Block i is written by tokens i * interval .. (i + 1) * interval - 1 and starts from block i - 1, or from zeros. A step's tokens of
-a row are cut there into *segments*, which follow each other as a *chain*. A block that this step writes must not be another
-row's source in it: chains run side by side.
+A sequence's state after every `interval` tokens is a *block*, of `block_pages` pages; the last one
+holds the running state. Block i is written by tokens i * interval .. (i + 1) * interval - 1 and
+starts from block i - 1, or from zeros. A step's tokens of a row are cut there into *segments*,
+which follow each other as a *chain*. A block that this step writes must not be another row's source
+in it: chains run side by side.
 
 Every token is computed by the same operations in the same order, one after the other, so that neither chunks nor batches change
 a bit. Columns of a token's projection are [values | keys | queries | gate | time steps (| write strengths)], of which the
@@ -13,8 +14,8 @@ first three (the channels) are convolved; a selective scan convolves values only
     mamba2  the same, with one dt and A a head                  norm(y silu(gate))
     delta   S = exp(dt A) S;  S = S + k b (v - k S)    y = q S  norm(y) of each head   out = norm(y) silu(gate)
 
-with S [state_size, head_dim] of a head. Shape letters of kernels/__init__; C channels, I inner values, K kernel, S state size, P
-columns of a head.
+with S [state_size, head_dim] of a head. Shape letters of kernels/__init__; C channels, I inner
+values, K kernel, S state size, P columns of a head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tidemill.types.cache_layout import StateLayout
 from tidemill.types.model_config import LayerSpec, StateSpec
 
 _UNIT_EPS = 1e-6  # in the norm of a delta rule's keys and queries
-SEGMENT_FIELDS = 5  # row of the table, first token in the step, tokens, source block (-1: zeros), target block
+# row of the table, first token in the step, tokens, source block (-1: zeros), target block
+SEGMENT_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class StateWeights:
 
 @dataclass(frozen=True, slots=True)
 class ScanInputs:
-    """A token's inputs: convolved channels, and the projection they came from; of a mamba also its time steps, and B and C."""
+    """A token's inputs: convolved channels, and the projection they came from; of a mamba also its
+    time steps, and B and C."""
 
     mixed_TC: torch.Tensor
     projected_TC: torch.Tensor
@@ -58,7 +61,8 @@ class ScanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """`records`: [n, SEGMENT_FIELDS] int32. Chain c has those numbered chains[c] .. chains[c + 1] - 1."""
+    """`records`: [n, SEGMENT_FIELDS] int32. Chain c has those numbered chains[c] .. chains[c + 1] -
+    1."""
 
     records: np.ndarray
     chains: np.ndarray  # int32
@@ -69,7 +73,8 @@ class Segments:
 
 
 def cut(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, interval: int) -> Segments:
-    """The segments of a step whose item i computes counts[i] tokens of rows[i] from position starts[i] on."""
+    """The segments of a step whose item i computes counts[i] tokens of rows[i] from position
+    starts[i] on."""
     nums = (starts + counts - 1) // interval - starts // interval + 1
     chains = np.concatenate([[0], np.cumsum(nums)])
     item = np.repeat(np.arange(rows.size), nums)
@@ -87,7 +92,8 @@ class PagedStates:
     """The states that a backend works on."""
 
     pool: torch.Tensor  # [pages, page_bytes] uint8
-    tables: list[torch.Tensor]  # of each page of a block: [rows, blocks] int32; side by side in memory
+    # of each page of a block: [rows, blocks] int32; side by side in memory
+    tables: list[torch.Tensor]
     layout: StateLayout
     specs: tuple[LayerSpec, ...]  # of each layer
     interval: int
@@ -113,10 +119,15 @@ class TorchStateStep:
     states: PagedStates
     segments: Segments
 
-    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+    def convolve(
+        self, layer: int, projected_TC: torch.Tensor, learned: StateWeights
+    ) -> torch.Tensor:
         """silu of each channel's convolution over its last K tokens, [T, C]."""
         spec = self.states.spec(layer)
-        num_kept, out = spec.kernel - 1, projected_TC.new_empty(projected_TC.shape[0], spec.num_channels)
+        num_kept, out = (
+            spec.kernel - 1,
+            projected_TC.new_empty(projected_TC.shape[0], spec.num_channels),
+        )
         weights = learned.conv_KC.unsqueeze(1)
         for chain in self.segments.of_chains():
             kept = self._load(layer, 0, chain[0], (num_kept, spec.num_channels))
@@ -130,7 +141,9 @@ class TorchStateStep:
             out[first:end] = _silu(total)
             for row, token, count, _, target in chain:
                 after = token + count - first  # tokens of the chain up to there
-                self._piece(layer, 0, row, target, (num_kept, spec.num_channels)).copy_(inputs[after : after + num_kept])
+                self._piece(layer, 0, row, target, (num_kept, spec.num_channels)).copy_(
+                    inputs[after : after + num_kept]
+                )
         return out
 
     def scan(self, layer: int, inputs: ScanInputs, learned: StateWeights) -> torch.Tensor:
@@ -139,31 +152,44 @@ class TorchStateStep:
         shape = spec.state_size, spec.head_dim
         out = inputs.mixed_TC.new_empty(inputs.mixed_TC.shape[0], spec.num_inner)
         for chain in self.segments.of_chains():
-            state = torch.stack([self._load(layer, 1 + head, chain[0], shape) for head in range(spec.num_heads)])
+            state = torch.stack(
+                [self._load(layer, 1 + head, chain[0], shape) for head in range(spec.num_heads)]
+            )
             for row, first, count, _, target in chain:
                 for token in range(first, first + count):
                     state, out[token] = _advance(spec, state, inputs, learned, token)
                 for head in range(spec.num_heads):
                     self._piece(layer, 1 + head, row, target, shape).copy_(state[head])
-        return _finish(spec, out, inputs.projected_TC[:, spec.num_channels :][:, : spec.num_inner], learned)
+        return _finish(
+            spec, out, inputs.projected_TC[:, spec.num_channels :][:, : spec.num_inner], learned
+        )
 
-    def _piece(self, layer: int, number: int, row: int, block: int, shape: tuple[int, int]) -> torch.Tensor:
+    def _piece(
+        self, layer: int, number: int, row: int, block: int, shape: tuple[int, int]
+    ) -> torch.Tensor:
         pieces = self.states.layout.pieces[layer]
         page, offset = pieces[number]
         held = int(self.states.tables[page][row, block])
         flat = self.states.pool[held].view(torch.float32)
         return flat[offset // 4 : offset // 4 + shape[0] * shape[1]].view(shape)
 
-    def _load(self, layer: int, number: int, first: list[int], shape: tuple[int, int]) -> torch.Tensor:
+    def _load(
+        self, layer: int, number: int, first: list[int], shape: tuple[int, int]
+    ) -> torch.Tensor:
         """Loads the state that a chain starts from; a copy."""
         row, _, _, source, _ = first
-        return torch.zeros(shape) if source < 0 else self._piece(layer, number, row, source, shape).clone()
+        return (
+            torch.zeros(shape)
+            if source < 0
+            else self._piece(layer, number, row, source, shape).clone()
+        )
 
 
 def _advance(
     spec: StateSpec, state_NSP: torch.Tensor, inputs: ScanInputs, learned: StateWeights, token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: the new state, and what it yields, [I]. All ops have the same shapes for every token, and so the same bits."""
+    """One token: the new state, and what it yields, [I]. All ops have the same shapes for every
+    token, and so the same bits."""
     num_heads, num_inner = spec.num_heads, spec.num_inner
     mixed = inputs.mixed_TC[token].float()
     values = mixed[:num_inner].view(num_heads, 1, -1)
@@ -180,7 +206,10 @@ def _advance(
         keys, queries = mixed[num_inner:].view(2, spec.num_groups, spec.state_size)
         if spec.kind == "delta":
             keys, queries = _unit(keys), _unit(queries) * spec.state_size**-0.5
-        keys, queries = (part.repeat_interleave(num_heads // spec.num_groups, 0).unsqueeze(-1) for part in (keys, queries))
+        keys, queries = (
+            part.repeat_interleave(num_heads // spec.num_groups, 0).unsqueeze(-1)
+            for part in (keys, queries)
+        )
         decays = torch.exp(steps * learned.decay.view(-1, 1, 1))
     state = state_NSP * decays
     if spec.kind == "delta":
@@ -192,11 +221,17 @@ def _advance(
     return state, out if learned.skip_I is None else out + mixed[:num_inner] * learned.skip_I
 
 
-def _finish(spec: StateSpec, out_TI: torch.Tensor, gate_TI: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+def _finish(
+    spec: StateSpec, out_TI: torch.Tensor, gate_TI: torch.Tensor, learned: StateWeights
+) -> torch.Tensor:
     gate = _silu(gate_TI.float())
     if learned.norm_I is None:
         return out_TI * gate
-    values = (out_TI * gate if spec.kind == "mamba2" else out_TI).float().unflatten(-1, (-1, spec.norm_size))
+    values = (
+        (out_TI * gate if spec.kind == "mamba2" else out_TI)
+        .float()
+        .unflatten(-1, (-1, spec.norm_size))
+    )
     normed = F.rms_norm(values, (spec.norm_size,), eps=learned.eps).flatten(1) * learned.norm_I
     return (normed if spec.kind == "mamba2" else normed * gate).to(out_TI.dtype)
 

@@ -1,9 +1,11 @@
-"""Drafts that are a tree: several may stand in the place of one token, and each sees only its ancestors and what is before.
+"""Drafts that are a tree: several may stand in the place of one token, and each sees only its
+ancestors and what is before.
 
-The drafts of a step are computed side by side, so their keys and values lie one after the other in a row's pages, past its
-known tokens. A query of the tree takes the keys of its ancestors in the order of their positions, as if they were the row's only
-tokens: not a mask over all drafts, whose sums would have another order. So its bits are those of the sequence without the tree.
-When it is known which drafts are right, their keys and values move to where the tokens will be looked for.
+The drafts of a step are computed side by side, so their keys and values lie one after the other in
+a row's pages, past its known tokens. A query of the tree takes the keys of its ancestors in the
+order of their positions, as if they were the row's only tokens: not a mask over all drafts, whose
+sums would have another order. So its bits are those of the sequence without the tree. When it is
+known which drafts are right, their keys and values move to where the tokens will be looked for.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The paths of each entry of a step: from which position on its tokens lie elsewhere, and where (as positions of the row's
-    table)."""
+    """The paths of each entry of a step: from which position on its tokens lie elsewhere, and where
+    (as positions of the row's table)."""
 
     bases: np.ndarray  # int64 [entries]
     places: np.ndarray  # int64 [entries, depth of the deepest]
@@ -41,10 +43,14 @@ class Paths:
 
 
 def move_tokens(
-    kv: PagedKV, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray, tables: Sequence[np.ndarray] | None = None
+    kv: PagedKV,
+    rows: np.ndarray,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    tables: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Keys and values of all layers, from one position of a row's table to another. All are read before any is written.
-    `tables`: the page tables, if those of the cache are on a device."""
+    """Keys and values of all layers, from one position of a row's table to another. All are read
+    before any is written. `tables`: the page tables, if those of the cache are on a device."""
     size, device = kv.page_size, kv.cache.device
     for pages in [table.numpy() for table in kv.tables] if tables is None else tables:
         from_, to = (pages[rows, at // size].astype(np.int64) for at in (sources, targets))

@@ -1,10 +1,12 @@
-"""The rows of a KV cache in address ranges of their own: a row's tokens follow each other without gaps, and physical memory is
-mapped where there are tokens. A page is one piece of physical memory; it may be mapped in several rows, which share it then.
+"""The rows of a KV cache in address ranges of their own: a row's tokens follow each other without
+gaps, and physical memory is mapped where there are tokens. A page is one piece of physical memory;
+it may be mapped in several rows, which share it then.
 
     addresses   row 0 [page 3][page 7][ reserved ...            ]   row 1 [page 3][page 5][page 2][ reserved ... ]
     physical    page 1   page 2   page 3 ...
 
-On a CPU physical memory is a file without a name (memfd): it grows as pages are written, and what is given back leaves a hole.
+On a CPU physical memory is a file without a name (memfd): it grows as pages are written, and what
+is given back leaves a hole.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch
 from tidemill.errors import ConfigError
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_DTYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.int16}  # numpy has no bfloat16
+# numpy has no bfloat16
+_DTYPES = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.int16}
 
 
 class Memory(Protocol):
@@ -50,10 +53,18 @@ class Memory(Protocol):
 
 
 class VirtualRows:
-    """The mapping of pages to rows. The ranges of all rows follow each other. With ranges to spare, a row that begins anew does
-    so in another one, while a step on the device still reads the old one."""
+    """The mapping of pages to rows. The ranges of all rows follow each other. With ranges to spare,
+    a row that begins anew does so in another one, while a step on the device still reads the old
+    one."""
 
-    def __init__(self, memory: Memory, num_rows: int, pages_per_row: int, num_spare: int = 0, num_before: int = 0) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        num_rows: int,
+        pages_per_row: int,
+        num_spare: int = 0,
+        num_before: int = 0,
+    ) -> None:
         """`num_before`: pages before the first range."""
         self.memory, self.pages_per_row, self._num_before = memory, pages_per_row, num_before
         self.num_ranges = num_rows + num_spare
@@ -126,7 +137,8 @@ class HostMemory:
         self.page_bytes = page_bytes
         self._file = os.memfd_create("tidemill-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._file, num_pages * page_bytes)
-        self._pool = mmap.mmap(self._file, num_pages * page_bytes)  # every page in order, for copies
+        # every page in order, for copies
+        self._pool = mmap.mmap(self._file, num_pages * page_bytes)
         weakref.finalize(self, os.close, self._file)
 
     @property
@@ -135,14 +147,23 @@ class HostMemory:
 
     def reserve(self, num_pages: int) -> int:
         size = num_pages * self.page_bytes
-        address = _mmap(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        address = _mmap(
+            0, size, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        )
         weakref.finalize(self, _libc.munmap, address, size)
         return address
 
     def map(self, address: int, pages: Sequence[int]) -> None:
         size, protection = self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE
         for i, page in enumerate(pages):
-            _mmap(address + i * size, size, protection, mmap.MAP_SHARED | _MAP_FIXED, self._file, page * size)
+            _mmap(
+                address + i * size,
+                size,
+                protection,
+                mmap.MAP_SHARED | _MAP_FIXED,
+                self._file,
+                page * size,
+            )
 
     def unmap(self, address: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
@@ -159,20 +180,33 @@ class HostMemory:
         return view_of(address, shape, dtype, self)
 
 
-def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> torch.Tensor:
+def view_of(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object
+) -> torch.Tensor:
     """Memory of this process as a tensor; its owner lives as long."""
-    buffer: Any = (ctypes.c_char * (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)).from_address(address)
+    buffer: Any = (
+        ctypes.c_char * (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    ).from_address(address)
     buffer.owner = owner
     return torch.from_numpy(np.frombuffer(buffer, _DTYPES[dtype]).reshape(shape)).view(dtype)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _mmap(address: int, size: int, protection: int, flags: int, file: int = -1, offset: int = 0) -> int:
+def _mmap(
+    address: int, size: int, protection: int, flags: int, file: int = -1, offset: int = 0
+) -> int:
     made = _libc.mmap(address or None, size, protection, flags, file, offset)
     if made is None or made == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()

@@ -1,4 +1,5 @@
-"""Between the KV manager and the tiers: pages are stored before they are overwritten, and loaded when a sequence starts."""
+"""Between the KV manager and the tiers: pages are stored before they are overwritten, and loaded
+when a sequence starts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Leaving:
         if not self.swap_s or not self.compute_s:
             return f"swap {self.num_pages} pages: costs are not known yet"
         chosen, other = ("swap", "computing") if self.is_swap else ("compute again", "a swap")
-        first, second = (self.swap_s, self.compute_s) if self.is_swap else (self.compute_s, self.swap_s)
+        first, second = (
+            (self.swap_s, self.compute_s) if self.is_swap else (self.compute_s, self.swap_s)
+        )
         return (
             f"{chosen} ({self.num_tokens} tokens, {self.num_pages} pages): "
             f"{1000 * first:.1f} ms against {1000 * second:.1f} ms for {other}"
@@ -51,21 +54,25 @@ class _Offered(NamedTuple):
 
 
 class Behind:
-    """The offload tiers as the manager sees them: asked before it forgets a page, and when it starts a sequence."""
+    """The offload tiers as the manager sees them: asked before it forgets a page, and when it
+    starts a sequence."""
 
     def __init__(self, tiers: Tiers, index: AnyIndex, pool: PagePool) -> None:
         assert isinstance(index, HashIndex), "checked by resolve: content is known by its key"
         self.tiers = tiers
         self.loading: set[int] = set()  # pages with a load under way: one reference is the load's
-        self.fetched: set[int] = set()  # pages that came from other engines before a sequence needed them
+        # pages that came from other engines before a sequence needed them
+        self.fetched: set[int] = set()
         self.num_stored = 0  # pages so far
         self._index = index
         self._pool = pool
         self._worthless: set[int] = set()  # cached pages that are faster computed again
         self._returning: dict[int, list[bytes]] = {}  # by preempted sequence: what is kept for it
         self._offered: dict[int, _Offered] = {}  # by page, to be exported once its step is computed
-        self.announced: dict[bytes, None] = {}  # contents of other engines, to be fetched before they are needed
-        self._expected: dict[bytes, None] | None = None  # the latest last; None: nobody has said what is
+        # contents of other engines, to be fetched before they are needed
+        self.announced: dict[bytes, None] = {}
+        # the latest last; None: nobody has said what is
+        self._expected: dict[bytes, None] | None = None
         index.look_elsewhere(tiers.find)
 
     # ---- before a page is forgotten
@@ -80,8 +87,8 @@ class Behind:
             self.num_stored += 1
 
     def leave(self, seq: int, held: Sequence[int], num_tokens: int) -> Leaving:
-        """A sequence is preempted: its pages go to host memory when others take them, or are computed again, whichever is
-        expected to be faster."""
+        """A sequence is preempted: its pages go to host memory when others take them, or are
+        computed again, whichever is expected to be faster."""
         own = [page for page in held if page in self._index and self._pool.references(page) == 1]
         keys = [key for page in held if (key := self._index.key_of(page)) is not None]
         costs, num_bytes = self.tiers.costs, len(own) * self.tiers.page_bytes
@@ -133,14 +140,18 @@ class Behind:
         self._worthless.discard(page)
 
     def fetched_of(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
-        """The pages that other engines computed and no sequence has used before, in the form that `hold` returns."""
+        """The pages that other engines computed and no sequence has used before, in the form that
+        `hold` returns."""
         if not self.fetched:
             return []
-        pages = ((g, i, page) for g, table in enumerate(tables) for i, page in enumerate(table.pages))
+        pages = (
+            (g, i, page) for g, table in enumerate(tables) for i, page in enumerate(table.pages)
+        )
         return [(g, i, b"", Tier.PEER) for g, i, page in pages if page in self.fetched]
 
     def hold(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
-        """Keeps the contents that are to be loaded where they are. Returns group, index in its table, content, tier."""
+        """Keeps the contents that are to be loaded where they are. Returns group, index in its
+        table, content, tier."""
         held = []
         for g, table in enumerate(tables):
             for i, place in enumerate(table.pages):
@@ -150,7 +161,8 @@ class Behind:
         return held
 
     def load(self, key: bytes, tier: Tier, page: int) -> None:
-        """Into a page that was just taken. It is found by others from now on; they wait for it, too."""
+        """Into a page that was just taken. It is found by others from now on; they wait for it,
+        too."""
         self._pool.share(page)
         self.loading.add(page)
         self._index.enter(key, page)
@@ -171,7 +183,8 @@ class Behind:
     # ---- other engines
 
     def offer(self, page: int, step: int) -> None:
-        """A page in the index goes to other engines once the step is computed, if it then still holds the same."""
+        """A page in the index goes to other engines once the step is computed, if it then still
+        holds the same."""
         key = self._index.key_of(page) if self.tiers.exports.num else None
         if key is None:
             return
@@ -187,18 +200,25 @@ class Behind:
         """Exports some of the pages that are offered and computed."""
         room = MOST_EXPORTS - self.tiers.num_exporting
         ready = (
-            page for page, offer in self._offered.items() if offer.step < self.tiers.num_trusted and page not in self.loading
+            page
+            for page, offer in self._offered.items()
+            if offer.step < self.tiers.num_trusted and page not in self.loading
         )
         for page in list(islice(ready, max(room, 0))):
             offered = self._offered.pop(page)
-            if self._pool.times_taken(page) == offered.times_taken and self._index.key_of(page) == offered.key:
+            if (
+                self._pool.times_taken(page) == offered.times_taken
+                and self._index.key_of(page) == offered.key
+            ):
                 self.tiers.export(offered.key, page)
 
     @property
     def exporting(self) -> set[bytes]:
         """Contents that are computed, and on their way to where other engines find them."""
         computed = (
-            offer for page, offer in self._offered.items() if offer.step < self.tiers.num_trusted and page not in self.loading
+            offer
+            for page, offer in self._offered.items()
+            if offer.step < self.tiers.num_trusted and page not in self.loading
         )
         return {offer.key for offer in computed} | self.tiers.exporting
 
@@ -210,7 +230,8 @@ class Behind:
                 self.announced[key] = None
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """From now on, only what is expected is fetched before it is needed. What was announced earlier is, too."""
+        """From now on, only what is expected is fetched before it is needed. What was announced
+        earlier is, too."""
         expected = self._expected = {} if self._expected is None else self._expected
         self.announced = {key: None for key in self.announced if key in expected}
         for key in keys:
@@ -227,15 +248,20 @@ class Behind:
         return page if self._pool.references(page) == 0 else NULL_PAGE
 
     def fetch(self, take: Callable[[], int], least_free: int, page_tokens: int) -> None:
-        """Fetches announced content of other engines into free pages before it is needed, while more than so many are free."""
-        while self._pool.num_free > least_free and (key := self._next_to_fetch(page_tokens)) is not None:
+        """Fetches announced content of other engines into free pages before it is needed, while
+        more than so many are free."""
+        while (
+            self._pool.num_free > least_free
+            and (key := self._next_to_fetch(page_tokens)) is not None
+        ):
             page = take()
             self.load(key, self.tiers.get(key), page)
             self.fetched.add(page)
             self._pool.drop(page)  # what is left is the load's
 
     def _next_to_fetch(self, page_tokens: int) -> bytes | None:
-        """Content that another engine has announced and no page here holds, if a load is faster than computing it."""
+        """Content that another engine has announced and no page here holds, if a load is faster
+        than computing it."""
         if not self.tiers.costs.load_is_faster({Tier.PEER: self.tiers.page_bytes}, page_tokens):
             self.announced.clear()
         while self.announced and len(self.loading) < _MOST_FETCHED:
@@ -262,12 +288,22 @@ class Behind:
 
 
 def tokens_by_tier(
-    loads: Sequence[tuple[int, int, bytes, Tier]], groups: Sequence[Group], page_size: int, num_tokens: int
+    loads: Sequence[tuple[int, int, bytes, Tier]],
+    groups: Sequence[Group],
+    page_size: int,
+    num_tokens: int,
 ) -> tuple[int, int, int]:
-    """The tokens of a prefix of so many that wait for host memory, for disk in some group, and for another engine."""
+    """The tokens of a prefix of so many that wait for host memory, for disk in some group, and for
+    another engine."""
     tiers = [0] * (num_tokens // page_size)
     for g, i, _, tier in loads:
         per_page = groups[g].page_size // page_size
-        for at in range(0 if groups[g].is_state else i * per_page, min((i + 1) * per_page, len(tiers))):
+        for at in range(
+            0 if groups[g].is_state else i * per_page, min((i + 1) * per_page, len(tiers))
+        ):
             tiers[at] = max(tiers[at], tier)
-    return tiers.count(Tier.HOST) * page_size, tiers.count(Tier.DISK) * page_size, tiers.count(Tier.PEER) * page_size
+    return (
+        tiers.count(Tier.HOST) * page_size,
+        tiers.count(Tier.DISK) * page_size,
+        tiers.count(Tier.PEER) * page_size,
+    )

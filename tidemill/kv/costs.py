@@ -1,4 +1,5 @@
-"""The measured costs of moving a page and of computing its tokens again: which of the two is faster."""
+"""The measured costs of moving a page and of computing its tokens again: which of the two is
+faster."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ class _Line:
     xy: float = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        for name, value in (("weight", 1.0), ("x", amount), ("y", seconds), ("xx", amount * amount), ("xy", amount * seconds)):
+        for name, value in (
+            ("weight", 1.0),
+            ("x", amount),
+            ("y", seconds),
+            ("xx", amount * amount),
+            ("xy", amount * seconds),
+        ):
             setattr(self, name, _FADES * getattr(self, name) + value)
 
     @property
@@ -46,12 +53,13 @@ class _Rate:
 
 @dataclass(slots=True)
 class Costs:
-    """Fed with what steps and moves took. Without observations a cost is 0, so moves are preferred until steps are known to be
-    faster."""
+    """Fed with what steps and moves took. Without observations a cost is 0, so moves are preferred
+    until steps are known to be faster."""
 
     step_tokens: int = 256  # of a prompt in one step, at most
     _steps: _Line = field(default_factory=_Line)
-    _moves: dict[tuple[int, bool], _Rate] = field(default_factory=dict)  # by tier, and whether it is a load
+    # by tier, and whether it is a load
+    _moves: dict[tuple[int, bool], _Rate] = field(default_factory=dict)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         if num_tokens > 0 and seconds > 0:
@@ -63,7 +71,9 @@ class Costs:
 
     def knows(self, tier: int) -> bool:
         """Both what its moves and what steps take was seen."""
-        return bool(self._steps.weight) and any((tier, is_load) in self._moves for is_load in (True, False))
+        return bool(self._steps.weight) and any(
+            (tier, is_load) in self._moves for is_load in (True, False)
+        )
 
     def compute_s(self, num_tokens: int) -> float:
         if not self._steps.weight or num_tokens <= 0:
@@ -80,7 +90,9 @@ class Costs:
         """Than computing so many tokens. `num_bytes`: by tier. True if it is not known."""
         if not all(self.knows(tier) for tier in num_bytes):
             return True
-        return sum(self.move_s(tier, True, num) for tier, num in num_bytes.items()) <= self.compute_s(num_tokens)
+        return sum(
+            self.move_s(tier, True, num) for tier, num in num_bytes.items()
+        ) <= self.compute_s(num_tokens)
 
     def swap_s(self, tier: int, num_bytes: int) -> float:
         """Out and in again."""

@@ -55,5 +55,6 @@ class Match(msgspec.Struct, frozen=True):
 
     num_tokens: int
     num_matching: int
-    tables: list[GroupTable]  # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
+    # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
+    tables: list[GroupTable]
     partly: list[int]  # the pages, one of each group or none, whose first tokens are its last

@@ -1,8 +1,10 @@
-"""Holds: prefixes whose pages outlive what would evict them. A hold has a name, a tenant and an end.
+"""Holds: prefixes whose pages outlive what would evict them. A hold has a name, a tenant and an
+end.
 
-A hold that is pinned owns its pages like a sequence, so they are never free. Other holds only have theirs taken after all pages
-that nobody holds: they keep no request from starting. Both share one bound on the number of pages. Where it is reached, the least
-recently renewed hold that is not pinned ends, of the tenant that holds most.
+A hold that is pinned owns its pages like a sequence, so they are never free. Other holds only have
+theirs taken after all pages that nobody holds: they keep no request from starting. Both share one
+bound on the number of pages. Where it is reached, the least recently renewed hold that is not
+pinned ends, of the tenant that holds most.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Held:
     expires_s: float
     is_pinned: bool = False
     times: Sequence[int] = ()  # how often each page had been taken
-    adapter_id: int = 0  # of the latest request that held it: it ends when that adapter is unloaded; 0: there was none
+    # of the latest request that held it: it ends when that adapter is unloaded; 0: there was none
+    adapter_id: int = 0
 
 
 class Holds:
@@ -50,17 +53,22 @@ class Holds:
         return self._held.get(name)
 
     def put(self, held: Held) -> tuple[str, list[Held]]:
-        """Hold a prefix, instead of what was held by this name. Returns why not, if it cannot be, and what had to end for it."""
+        """Hold a prefix, instead of what was held by this name. Returns why not, if it cannot be,
+        and what had to end for it."""
         ended = list[Held]()
         held.times = [self._pool.times_taken(page) for page in held.pages]
         if self._is_held(held):
             self.renew(held.name, held.expires_s)
-            self._held[held.name].adapter_id = held.adapter_id  # of the same content, under another name
+            # of the same content, under another name
+            self._held[held.name].adapter_id = held.adapter_id
             return "", ended
         self.drop(held.name)
         if why := self._excess(held):
             return why, ended
-        pages, num_new = set(held.pages), sum(1 for page in held.pages if not self._pool.keepers(page))
+        pages, num_new = (
+            set(held.pages),
+            sum(1 for page in held.pages if not self._pool.keepers(page)),
+        )
         victims = self._least_needed()
         while len(self._held) >= MAX_HOLDS or self._pool.num_kept + num_new > self.most:
             victim = next(victims, None)
@@ -68,7 +76,9 @@ class Holds:
                 return f"{self.num_pinned} of {self.most} pages are pinned", ended
             ended.append(victim)
             self.drop(victim.name)
-            num_new += sum(1 for page in victim.pages if page in pages and not self._pool.keepers(page))
+            num_new += sum(
+                1 for page in victim.pages if page in pages and not self._pool.keepers(page)
+            )
         for page in reversed(held.pages):  # the last is taken first
             self._pool.keep(page)
             if held.is_pinned:
@@ -87,8 +97,9 @@ class Holds:
         return [*standing.pages] == [*held.pages] and [*standing.times] == [*held.times]
 
     def _excess(self, held: Held) -> str:
-        """Why it could never be held. A tenant's pins are at most half of what those of others leave, so that there is always
-        room for another's. Without API keys there is one tenant, the one without a name, and only the bound applies."""
+        """Why it could never be held. A tenant's pins are at most half of what those of others
+        leave, so that there is always room for another's. Without API keys there is one tenant, the
+        one without a name, and only the bound applies."""
         num = len(held.pages)
         if not num:
             return "none of its pages is cached"
@@ -96,7 +107,10 @@ class Holds:
             return f"it has {num} pages, and at most {self.most} may be held"
         if held.is_pinned and held.tenant:
             own = {
-                page for lease in self._held.values() if lease.is_pinned and lease.tenant == held.tenant for page in lease.pages
+                page
+                for lease in self._held.values()
+                if lease.is_pinned and lease.tenant == held.tenant
+                for page in lease.pages
             }
             most_own = (self.most - self.num_pinned + len(own)) // 2  # no page is of two tenants
             if len(own.union(held.pages)) > most_own:
@@ -104,8 +118,8 @@ class Holds:
         return ""
 
     def _least_needed(self) -> Iterator[Held]:
-        """The leases that end first to make room: of the tenant that holds most, the least recently renewed, one after the
-        other."""
+        """The leases that end first to make room: of the tenant that holds most, the least recently
+        renewed, one after the other."""
         nums: Counter[str] = Counter()
         of: dict[str, deque[Held]] = {}
         for held in self._held.values():
@@ -166,7 +180,10 @@ class Holds:
 
         def is_broken(held: Held) -> bool:
             pages = zip(held.pages, held.times, strict=True)
-            return any(self._pool.times_taken(page) == times and not has_content(page) for page, times in pages)
+            return any(
+                self._pool.times_taken(page) == times and not has_content(page)
+                for page, times in pages
+            )
 
         return self.drop_all(is_broken)
 
@@ -175,7 +192,9 @@ class Holds:
         if now < self.next_end_s:
             return []
         ended = self.drop_all(lambda held: held.expires_s <= now)
-        self.next_end_s = min((held.expires_s for held in self._held.values()), default=float("inf"))
+        self.next_end_s = min(
+            (held.expires_s for held in self._held.values()), default=float("inf")
+        )
         return ended
 
     def clear(self) -> list[Held]:
@@ -192,6 +211,8 @@ class Holds:
                     pins[page] += held.is_pinned
                 else:
                     assert not held.is_pinned, "a pinned page was taken"
-        assert all(self._pool.keepers(page) == keepers[page] for page in range(1, self._pool.num_pages))
+        assert all(
+            self._pool.keepers(page) == keepers[page] for page in range(1, self._pool.num_pages)
+        )
         assert self.pins == +pins
         assert len(self.pins) == self.num_pinned <= self._pool.num_kept <= self.most

@@ -1,4 +1,5 @@
-"""Offload: the pages of the KV manager that are loaded, stored, exported and fetched, if there are tiers behind it."""
+"""Offload: the pages of the KV manager that are loaded, stored, exported and fetched, if there are
+tiers behind it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ class Offload:
         """The name of each tier, the pages in it, and how many it can hold."""
         if self.tiers is None:
             return []
-        tiers = {"host memory": self.tiers.host, "disk": self.tiers.disk, "exported": self.tiers.exports}
+        tiers = {
+            "host memory": self.tiers.host,
+            "disk": self.tiers.disk,
+            "exported": self.tiers.exports,
+        }
         sizes = [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
         num_peers = len(self.tiers.peers)
         return sizes + [("other engines", num_peers, num_peers)] * (num_peers > 0)
@@ -73,8 +78,8 @@ class Offload:
         return self._behind.tiers.take_moves()
 
     def trust(self, num_steps: int) -> None:
-        """Trusts the first `num_steps` steps, which were computed: everything stored after them is right, and what they computed
-        may be exported."""
+        """Trusts the first `num_steps` steps, which were computed: everything stored after them is
+        right, and what they computed may be exported."""
         if self._behind is not None:
             self._behind.tiers.trust(num_steps)
             self._behind.export_some()
@@ -84,20 +89,27 @@ class Offload:
         """Contents that are computed, and on their way to where other engines find them."""
         return set() if self._behind is None else self._behind.exporting
 
-    def exporting_of(self, token_ids: Sequence[int], salt: str, segments: Sequence[Segment]) -> set[bytes]:
+    def exporting_of(
+        self, token_ids: Sequence[int], salt: str, segments: Sequence[Segment]
+    ) -> set[bytes]:
         """Those of them that hold these tokens."""
         exporting = self.exporting
         if exporting and self._behind is not None:
-            exporting &= self._behind.contents(self._index.path(token_ids, salt, len(token_ids), segments))
+            exporting &= self._behind.contents(
+                self._index.path(token_ids, salt, len(token_ids), segments)
+            )
         return exporting
 
     def expect(self, token_ids: Sequence[int], salt: str, segments: Sequence[Segment]) -> None:
         """Another engine computes these tokens for this one."""
         if self._behind is not None:
-            self._behind.expect(self._behind.contents(self._index.path(token_ids, salt, len(token_ids), segments)))
+            self._behind.expect(
+                self._behind.contents(self._index.path(token_ids, salt, len(token_ids), segments))
+            )
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
-        """Takes note of the contents that other engines' places hold now, and contents that they found to be worthless."""
+        """Takes note of the contents that other engines' places hold now, and contents that they
+        found to be worthless."""
         assert self._behind is not None
         self._behind.learn(slots)
         for key in erased:
@@ -106,17 +118,28 @@ class Offload:
                 self._forget(page)
 
     def fetch_announced(self, num_promised: Callable[[], int] = int) -> None:
-        """Fetches announced content of other engines into free pages before it is needed, while there are many. `num_promised`:
-        free pages that are left to others."""
+        """Fetches announced content of other engines into free pages before it is needed, while
+        there are many. `num_promised`: free pages that are left to others."""
         if self._behind is not None:
-            self._behind.fetch(self._take, max((self._pool.num_pages - 1) // 2, num_promised()), self._page_size)
+            self._behind.fetch(
+                self._take, max((self._pool.num_pages - 1) // 2, num_promised()), self._page_size
+            )
 
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
-        """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
+        """The runner's moves that are over. Returns them, and the sequences that hold a page
+        without its content."""
         assert self._behind is not None
         results = [self._behind.moved(move) for move in done]
         broken = {move.target for move, failed in results if failed}
-        seqs = [seq for seq, sequence in self._holders.items() if not broken.isdisjoint(sequence.held())] if broken else []
+        seqs = (
+            [
+                seq
+                for seq, sequence in self._holders.items()
+                if not broken.isdisjoint(sequence.held())
+            ]
+            if broken
+            else []
+        )
         return [move for move, _ in results], seqs
 
     def is_gone(self, seq: int) -> None:
@@ -125,6 +148,7 @@ class Offload:
             self._behind.is_back(seq)
 
     def fail_moves(self) -> None:
-        """After `clear_prefixes`, since a step has failed: what is behind it cannot be trusted, nor that moves were made."""
+        """After `clear_prefixes`, since a step has failed: what is behind it cannot be trusted, nor
+        that moves were made."""
         if self._behind is not None:
             self._behind.fail()

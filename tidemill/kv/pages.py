@@ -1,4 +1,5 @@
-"""Physical KV pages: reference counts, and the free ones in least-recently-used order, those that are kept last."""
+"""Physical KV pages: reference counts, and the free ones in least-recently-used order, those that
+are kept last."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ NULL_PAGE = 0  # never owned, never written; fills the unused tail of page table
 class PagePool:
     """Pages 1 to num_pages - 1, each either owned (references > 0) or on the free list.
 
-    The free list is doubly linked through two int lists with a sentinel at index `num_pages`, so that any page can leave it in
-    O(1): a prefix hit takes pages from the middle. Free pages that are kept are in a second list, with a sentinel after the
-    first, from which pages are taken only when the first is empty.
+    The free list is doubly linked through two int lists with a sentinel at index `num_pages`, so
+    that any page can leave it in O(1): a prefix hit takes pages from the middle. Free pages that
+    are kept are in a second list, with a sentinel after the first, from which pages are taken only
+    when the first is empty.
 
         sentinel -> least recently used -> ... -> most recently used -> sentinel
     """
@@ -64,7 +66,9 @@ class PagePool:
             page = following[page]
         following[sentinel], self._prev[page] = page, sentinel
         self.num_free -= len(pages)
-        return pages if len(pages) == num else pages + [self.take() for _ in range(num - len(pages))]
+        return (
+            pages if len(pages) == num else pages + [self.take() for _ in range(num - len(pages))]
+        )
 
     def drop_all(self, pages: Sequence[int]) -> None:
         """Drops these pages; the same as one call of `drop` for each."""
@@ -92,7 +96,8 @@ class PagePool:
         self._refs[page] += 1
 
     def drop(self, page: int) -> bool:
-        """One owner less. True if that was the last: the page is then the most recently used free one."""
+        """One owner less. True if that was the last: the page is then the most recently used free
+        one."""
         assert self._refs[page] > 0
         assert page != NULL_PAGE
         self._refs[page] -= 1
@@ -105,7 +110,8 @@ class PagePool:
         return self._keepers[page]
 
     def keep(self, page: int) -> None:
-        """One more wants the page to be kept: while it is free, all that are not kept are taken before it."""
+        """One more wants the page to be kept: while it is free, all that are not kept are taken
+        before it."""
         self._keepers[page] += 1
         if self._keepers[page] == 1:
             self.num_kept += 1
@@ -163,4 +169,6 @@ class PagePool:
         kept = [page for page in range(1, self.num_pages) if self._keepers[page]]
         assert len(kept) == self.num_kept
         num_first = sum(1 for page in free if not self._keepers[page])
-        assert all(self._keepers[page] > 0 for page in free[num_first:]), "a kept page would be taken before another"
+        assert all(self._keepers[page] > 0 for page in free[num_first:]), (
+            "a kept page would be taken before another"
+        )

@@ -1,9 +1,10 @@
-"""The index of the pages by their content. There are two with one interface: chained hashes of full pages here, a radix tree in
-radix.py.
+"""The index of the pages by their content. There are two with one interface: chained hashes of full
+pages here, a radix tree in radix.py.
 
-A page in an index is full and its content final; it may be owned or free (evictable). Both know every page of a content, so that
-whoever holds a page of a prefix also holds one of each page before it that the index knows. A sequence gives back its last page
-first: free pages of a prefix are therefore taken from its tail, and none before it while one after it is in use.
+A page in an index is full and its content final; it may be owned or free (evictable). Both know
+every page of a content, so that whoever holds a page of a prefix also holds one of each page before
+it that the index knows. A sequence gives back its last page first: free pages of a prefix are
+therefore taken from its tail, and none before it while one after it is in use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tidemill.types.inputs import Segment, name_of, overlapping
 class Path(ABC):
     """A sequence's tokens as an index knows them."""
 
-    segments: Sequence[Segment]  # of its prompt, whose keys tell its tokens from others with the same ids
+    # of its prompt, whose keys tell its tokens from others with the same ids
+    segments: Sequence[Segment]
 
     @abstractmethod
     def until(self, num_tokens: int) -> Path:
@@ -35,7 +37,8 @@ class Path(ABC):
 
     @abstractmethod
     def through(self, token_ids: Sequence[int], num_tokens: int) -> Path:
-        """The path of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
+        """The path of the first `num_tokens` of these tokens, which the sequence has: all of them
+        may be found."""
 
 
 P = TypeVar("P", bound=Path)
@@ -45,13 +48,14 @@ class Found(msgspec.Struct):
     """The longest prefix of a path that an index knows."""
 
     num_tokens: int
-    pages: Sequence[Sequence[int]]  # of each group: those full of its tokens, in order; the null page: one is missing
+    # of each group: those full of its tokens, in order; the null page: one is missing
+    pages: Sequence[Sequence[int]]
     partly: list[list[int]] = []  # next pages, one of each group, that begin with its other tokens
 
 
 class PrefixIndex(ABC, Generic[P]):
-    """Content to page and back. States can be kept after any multiple of `page_size` tokens: to an index, the pages of such a
-    group have that size, and most of them are missing."""
+    """Content to page and back. States can be kept after any multiple of `page_size` tokens: to an
+    index, the pages of such a group have that size, and most of them are missing."""
 
     def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
         """`page_size`: tokens; the groups' are multiples of it."""
@@ -61,7 +65,13 @@ class PrefixIndex(ABC, Generic[P]):
         self._copies = Copies()
 
     @abstractmethod
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> P:
+    def path(
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        num_indexed: int,
+        segments: Sequence[Segment] = (),
+    ) -> P:
         """`num_indexed`: tokens of which `find` may find pages."""
 
     @abstractmethod
@@ -72,9 +82,11 @@ class PrefixIndex(ABC, Generic[P]):
         return True
 
     @abstractmethod
-    def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
-        """The group's pages number `first` and following of a sequence with this path and these tokens are full. Returns those
-        that were not in the index."""
+    def put(
+        self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]
+    ) -> list[int]:
+        """The group's pages number `first` and following of a sequence with this path and these
+        tokens are full. Returns those that were not in the index."""
 
     @abstractmethod
     def forget(self, page: int) -> bool:
@@ -142,7 +154,8 @@ _MOST_ROOTS = 1024
 
 
 def root_key(salt: str, page_size: int) -> bytes:
-    """The key at which a tenant's chains start. Chains of different salts never meet, so no tenant can find another's pages."""
+    """The key at which a tenant's chains start. Chains of different salts never meet, so no tenant
+    can find another's pages."""
     return sha256(b"tidemill-prefix\0%d\0" % page_size + salt.encode()).digest()
 
 
@@ -168,7 +181,8 @@ def group_key(group: int, key: bytes) -> bytes:
 class HashPath(Path):
     page_size: int
     root: bytes
-    keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
+    # of the leading full pages, as far as they are known
+    keys: list[bytes] = field(default_factory=list)
     num_seen: int = 0  # of them, how many are noted as seen
     chain: Chain = chain_keys
     segments: Sequence[Segment] = ()
@@ -191,15 +205,20 @@ class HashPath(Path):
                 until = inside[0].start // size * size
                 if until <= start:  # a page of its own: its key has those of what is in it
                     until = start + size
-                    parent = sha256(parent + b"".join(map(name_of, overlapping(inside, start, until)))).digest()
+                    parent = sha256(
+                        parent + b"".join(map(name_of, overlapping(inside, start, until)))
+                    ).digest()
             self.keys += self.chain(parent, token_ids[start:until], size)
             start = until
 
 
 class _States(Sequence[int]):
-    """A group's states after each page of a path, looked up when they are asked for: mostly, one is."""
+    """A group's states after each page of a path, looked up when they are asked for: mostly, one
+    is."""
 
-    def __init__(self, page_of: Callable[[bytes], int | None], group: int, keys: Sequence[bytes]) -> None:
+    def __init__(
+        self, page_of: Callable[[bytes], int | None], group: int, keys: Sequence[bytes]
+    ) -> None:
         self._page_of, self._group, self._keys = page_of, group, keys
 
     def __len__(self) -> int:
@@ -225,11 +244,18 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
-        self._is_plain = len(groups) == 1 and not self._has_states and not groups[0].window and self._sizes[0] == page_size
+        self._is_plain = (
+            len(groups) == 1
+            and not self._has_states
+            and not groups[0].window
+            and self._sizes[0] == page_size
+        )
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
-        self.chain: Chain = chain_keys  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
+        # how keys are made; a simulation, in which nobody can be misled, takes a faster one
+        self.chain: Chain = chain_keys
         self._root_of: dict[str, bytes] = {}  # of the salts used last
-        self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
+        # if there are states: keys of what was computed, the latest last
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
@@ -237,7 +263,13 @@ class HashIndex(PrefixIndex[HashPath]):
     def pages(self) -> Iterable[int]:
         return self._key_of
 
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> HashPath:
+    def path(
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        num_indexed: int,
+        segments: Sequence[Segment] = (),
+    ) -> HashPath:
         root = self._root_of.get(salt)
         if root is None:
             if len(self._root_of) >= _MOST_ROOTS:
@@ -248,8 +280,8 @@ class HashIndex(PrefixIndex[HashPath]):
         return path
 
     def look_elsewhere(self, place_of: Callable[[bytes], int]) -> None:
-        """Makes the index look elsewhere for content that no page has: `find` gives its place, a negative number, or 0 if it has
-        none."""
+        """Makes the index look elsewhere for content that no page has: `find` gives its place, a
+        negative number, or 0 if it has none."""
         self._place_of = lambda key: self._page_of.get(key) or place_of(key)
 
     def key_of(self, page: int) -> bytes | None:
@@ -277,7 +309,11 @@ class HashIndex(PrefixIndex[HashPath]):
         return not self._is_plain or (bool(path.keys) and bool(self._place_of(path.keys[0])))
 
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
-        num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get
+        num, pages, place_of = (
+            len(path.keys),
+            list[Sequence[int]](),
+            self._place_of if elsewhere else self._page_of.get,
+        )
         if self._is_plain and not (num and place_of(path.keys[0])):
             return Found(0, [[]])
         num_seen = self._num_seen(path, place_of)
@@ -286,8 +322,12 @@ class HashIndex(PrefixIndex[HashPath]):
                 pages.append(_States(place_of, g, path.keys))
                 continue
             per_page = size // self._page_size
-            each = (place_of(group_key(g, key)) or NULL_PAGE for key in path.keys[per_page - 1 : num : per_page])
-            found = list(each if group.window else takewhile(bool, each))  # without a window, the first that is missing ends it
+            each = (
+                place_of(group_key(g, key)) or NULL_PAGE
+                for key in path.keys[per_page - 1 : num : per_page]
+            )
+            # without a window, the first that is missing ends it
+            found = list(each if group.window else takewhile(bool, each))
             while found and not found[-1]:
                 found.pop()
             num = min(num, len(found) * per_page + per_page - 1)
@@ -295,15 +335,17 @@ class HashIndex(PrefixIndex[HashPath]):
         return Found((num_seen if self._has_states else num) * self._page_size, pages)
 
     def _num_seen(self, path: HashPath, place_of: Callable[[bytes], int | None]) -> int:
-        """The number of the path's keys that were computed before, in a model with states: those noted, and those before a state
-        that is there, as one that was loaded is."""
+        """The number of the path's keys that were computed before, in a model with states: those
+        noted, and those before a state that is there, as one that was loaded is."""
         num = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
         if self._has_states and place_of != self._page_of.get:
             states = _States(place_of, len(self._groups) - 1, path.keys)
             return next((i for i in range(len(path.keys), num, -1) if states[i - 1]), num)
         return num
 
-    def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
+    def put(
+        self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]
+    ) -> list[int]:
         size, entered = self._sizes[group], list[int]()
         end = (first + len(pages)) * size
         path.extend(token_ids, end)
@@ -326,8 +368,8 @@ class HashIndex(PrefixIndex[HashPath]):
         return entered
 
     def _see(self, path: HashPath, num: int) -> None:
-        """Notes the first `num` keys of a path as seen. With states, most pages of a prefix may be missing: that it was there is
-        known by its keys."""
+        """Notes the first `num` keys of a path as seen. With states, most pages of a prefix may be
+        missing: that it was there is known by its keys."""
         if path.num_seen < num:
             for key in path.keys[path.num_seen : num]:
                 self._seen[key] = None

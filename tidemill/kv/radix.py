@@ -3,8 +3,9 @@
 root ── "You are a helpful" ──┬── "assistant. What is" ── ...        an edge is a run of tokens, cut wherever two sequences part
                               └── "pirate. Tell me" ── ...           a page is with the node in which its last token is
 
-A node's name in a path is itself and a number of tokens: where others part from it, the new node is the one above, so that what
-names a place below it stays true, and climbing to the parent finds a place above it.
+A node's name in a path is itself and a number of tokens: where others part from it, the new node is
+the one above, so that what names a place below it stays true, and climbing to the parent finds a
+place above it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from tidemill.types.inputs import Segment, overlapping
 
 _WIDTH = 4  # bytes of a token
 _FIRST_NUMBER, _MOST_NUMBERS = 2**31, 65_536
-_NUM_TRIED = 4  # pages that continue a prefix differently, of which one is looked for that can be copied
+# pages that continue a prefix differently, of which one is looked for that can be copied
+_NUM_TRIED = 4
 
 
 class Node:
-    """Tokens `start` .. `end` - 1 of all paths through it. The pages of a group are those whose last token is one of them."""
+    """Tokens `start` .. `end` - 1 of all paths through it. The pages of a group are those whose
+    last token is one of them."""
 
     __slots__ = ("children", "label", "num_cuts", "pages", "parent", "salt", "start")
 
-    def __init__(self, parent: Node | None, start: int, label: bytes, pages: list[list[int]], salt: str = "") -> None:
+    def __init__(
+        self, parent: Node | None, start: int, label: bytes, pages: list[list[int]], salt: str = ""
+    ) -> None:
         self.parent = parent
         self.start = start
         self.label = label
         self.pages = pages
         self.salt = salt  # of a root
         self.children: dict[bytes, Node] = {}  # by first token
-        self.num_cuts = 0  # how often its end was taken away: then names of places in it may not hold any more
+        # how often its end was taken away: then names of places in it may not hold any more
+        self.num_cuts = 0
 
     @property
     def end(self) -> int:
@@ -52,29 +58,40 @@ class Node:
 class RadixPath(Path):
     salt: str
     indexed: bytes  # tokens of which pages may be found
-    pack: Callable[[Sequence[int], int, int], bytes]  # tokens from one position to another, as the tree has them
+    # tokens from one position to another, as the tree has them
+    pack: Callable[[Sequence[int], int, int], bytes]
     segments: Sequence[Segment] = ()
-    node: Node | None = None  # the place up to which its pages were put last: tokens before `end`, which is in this node
+    # the place up to which its pages were put last: tokens before `end`, which is in this node
+    node: Node | None = None
     end: int = 0
     num_cuts: int = 0  # of the node
 
     def until(self, num_tokens: int) -> RadixPath:
-        indexed, end = (self.indexed[: num_tokens * _WIDTH], num_tokens) if num_tokens < self.end else (self.indexed, self.end)
-        return RadixPath(self.salt, indexed, self.pack, self.segments, self.node, end, self.num_cuts)
+        indexed, end = (
+            (self.indexed[: num_tokens * _WIDTH], num_tokens)
+            if num_tokens < self.end
+            else (self.indexed, self.end)
+        )
+        return RadixPath(
+            self.salt, indexed, self.pack, self.segments, self.node, end, self.num_cuts
+        )
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> RadixPath:
         return RadixPath(self.salt, self.pack(token_ids, 0, num_tokens), self.pack, self.segments)
 
 
 class RadixIndex(PrefixIndex[RadixPath]):
-    """One tree for each salt, so that no tenant can find another's pages. Tokens are compared, so there are no collisions."""
+    """One tree for each salt, so that no tenant can find another's pages. Tokens are compared, so
+    there are no collisions."""
 
     def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
         super().__init__(page_size, groups)
         self._roots: dict[str, Node] = {}
-        self._numbers: dict[tuple[str, bytes, int], int] = {}  # of a token in a segment: what the tree has in its place
+        # of a token in a segment: what the tree has in its place
+        self._numbers: dict[tuple[str, bytes, int], int] = {}
         self._next_number = _FIRST_NUMBER
-        self._at: dict[int, tuple[Node, int, int]] = {}  # of a page: a node that its last token is in or was, its end, its group
+        # of a page: a node that its last token is in or was, its end, its group
+        self._at: dict[int, tuple[Node, int, int]] = {}
 
     def __contains__(self, page: int) -> bool:
         return page in self._at
@@ -82,18 +99,27 @@ class RadixIndex(PrefixIndex[RadixPath]):
     def pages(self) -> Iterable[int]:
         return self._at
 
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> RadixPath:
+    def path(
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        num_indexed: int,
+        segments: Sequence[Segment] = (),
+    ) -> RadixPath:
         pack = partial(self._packed_with, segments) if segments else _packed
         return RadixPath(salt, pack(token_ids, 0, num_indexed), pack, segments)
 
-    def _packed_with(self, segments: Sequence[Segment], token_ids: Sequence[int], start: int, end: int) -> bytes:
+    def _packed_with(
+        self, segments: Sequence[Segment], token_ids: Sequence[int], start: int, end: int
+    ) -> bytes:
         """Tokens in segments are numbers that no token has, one for each key and id."""
         ids = array("I", token_ids[start:end])
         for segment in overlapping(segments, start, end):
             for at in range(max(segment.start - start, 0), min(segment.end - start, len(ids))):
                 named = segment.kind, segment.key, ids[at]
                 if (number := self._numbers.get(named)) is None:
-                    if len(self._numbers) >= _MOST_NUMBERS:  # what has a number in the tree is not found any more
+                    # what has a number in the tree is not found any more
+                    if len(self._numbers) >= _MOST_NUMBERS:
                         self._numbers.clear()
                     number = self._numbers[named] = self._next_number
                     self._next_number += 1
@@ -107,7 +133,10 @@ class RadixIndex(PrefixIndex[RadixPath]):
         node = self._roots.get(path.salt)
         if node is None:
             return Found(0, pages)
-        while end == node.end and (child := node.children.get(tokens[end * _WIDTH : (end + 1) * _WIDTH])) is not None:
+        while (
+            end == node.end
+            and (child := node.children.get(tokens[end * _WIDTH : (end + 1) * _WIDTH])) is not None
+        ):
             node, end = child, end + _num_equal(child.label, tokens, end)
             for found, own, size in zip(pages, node.pages, self._sizes, strict=True):
                 found += own if end == node.end else own[: end // size - node.start // size]
@@ -122,14 +151,23 @@ class RadixIndex(PrefixIndex[RadixPath]):
         while nodes and len(found) < _NUM_TRIED:
             node = nodes.pop()
             if node.end >= page_end:
-                found.append([pages[page_end // size - 1 - node.start // size] for pages in node.pages])
+                found.append(
+                    [pages[page_end // size - 1 - node.start // size] for pages in node.pages]
+                )
             else:
                 nodes += islice(reversed(node.children.values()), _NUM_TRIED)
         return found
 
     # ---- changing
 
-    def put(self, path: RadixPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
+    def put(
+        self,
+        path: RadixPath,
+        token_ids: Sequence[int],
+        group: int,
+        first: int,
+        pages: Sequence[int],
+    ) -> list[int]:
         size, entered = self._sizes[group], list[int]()
         end = (first + len(pages)) * size
         node = self._reach(path, token_ids, end)
@@ -183,7 +221,8 @@ class RadixIndex(PrefixIndex[RadixPath]):
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Others part from this node's tokens at this position. Returns the new node that ends there."""
+        """Others part from this node's tokens at this position. Returns the new node that ends
+        there."""
         assert node.parent is not None
         upper = Node(node.parent, node.start, node.label[: (at - node.start) * _WIDTH], [])
         upper.children[node.tail(at)[:_WIDTH]] = node
@@ -199,7 +238,8 @@ class RadixIndex(PrefixIndex[RadixPath]):
         return self.forget_all((page,)) == 1
 
     def forget_all(self, pages: Iterable[int]) -> int:
-        """Each leaf is cut once, at the end: pages go from the last on, and each cut copies the tokens that stay."""
+        """Each leaf is cut once, at the end: pages go from the last on, and each cut copies the
+        tokens that stay."""
         num, ended = 0, dict[Node, None]()
         for page in pages:
             place = self._at.pop(page, None)
@@ -213,7 +253,8 @@ class RadixIndex(PrefixIndex[RadixPath]):
                 ended[node] = None
             num += 1
         for node in ended:
-            if node.parent is not None and node.parent.children.get(node.label[:_WIDTH]) is node:  # else it is cut already
+            # else it is cut already
+            if node.parent is not None and node.parent.children.get(node.label[:_WIDTH]) is node:
                 self._cut(node)
         return num
 
@@ -274,7 +315,9 @@ class RadixIndex(PrefixIndex[RadixPath]):
         for node in self._nodes():
             assert (node.parent is None) == (node.start == node.end), "an edge has no tokens"
             assert node.children or any(map(any, node.pages)), "a leaf without pages"
-            assert node.children or self._end_of_pages(node) == node.end, "a leaf is longer than its pages"
+            assert node.children or self._end_of_pages(node) == node.end, (
+                "a leaf is longer than its pages"
+            )
             for first, child in node.children.items():
                 assert child.parent is node
                 assert child.start == node.end
@@ -288,7 +331,9 @@ class RadixIndex(PrefixIndex[RadixPath]):
         assert len(standing) + len(self._copies) == len(self._at)
         for page, (node, end, group) in self._at.items():
             node = _above(node, end)
-            main = node.pages[group][end // self._sizes[group] - 1 - node.start // self._sizes[group]]
+            main = node.pages[group][
+                end // self._sizes[group] - 1 - node.start // self._sizes[group]
+            ]
             assert standing[main] == (node, end, group)
             assert page == main or page in self._copies.of(main)
 
@@ -301,7 +346,8 @@ def _num_equal(label: bytes, tokens: bytes, at: int) -> int:
     """The number of a label's tokens that are equal to those at this position."""
     if tokens.startswith(label, at * _WIDTH):
         return len(label) // _WIDTH
-    low, high = 0, min(len(label) // _WIDTH, len(tokens) // _WIDTH - at) + 1  # so many are equal; so many are not
+    # so many are equal; so many are not
+    low, high = 0, min(len(label) // _WIDTH, len(tokens) // _WIDTH - at) + 1
     while high - low > 1:
         middle = (low + high) // 2
         if tokens.startswith(label[low * _WIDTH : middle * _WIDTH], (at + low) * _WIDTH):

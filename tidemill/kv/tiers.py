@@ -1,5 +1,5 @@
-"""Tiers: what of the prefix cache lies in host memory, on disk and in other engines, behind the pages of the device. Keys and
-ints only.
+"""Tiers: what of the prefix cache lies in host memory, on disk and in other engines, behind the
+pages of the device. Keys and ints only.
 
 device page --store--> slot of host memory --store--> record on disk
   |  ^------load-------------'                            |
@@ -7,9 +7,9 @@ device page --store--> slot of host memory --store--> record on disk
   |  ^------load------ slot of another engine
   '---------store----> slot that other engines read
 
-A content has at most one slot and one record. What is loaded stays where it was, too: it need not be stored again. The runner
-moves the bytes, while steps are computed, and reports each move when it is done; until then no slot, record or page of it is
-used for anything else.
+A content has at most one slot and one record. What is loaded stays where it was, too: it need not
+be stored again. The runner moves the bytes, while steps are computed, and reports each move when it
+is done; until then no slot, record or page of it is used for anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tidemill.kv.costs import Costs
 
 MISSING = 0  # no tier has it
 NOWHERE = -1  # as the source of a store: what is there is erased
-_MOST_WRITES = 16  # to disk, under way: each keeps a slot of host memory from being used for other content
+# to disk, under way: each keeps a slot of host memory from being used for other content
+_MOST_WRITES = 16
 
 
 class Tier(IntEnum):
@@ -36,8 +37,8 @@ class Tier(IntEnum):
 
 
 class PageMove(msgspec.Struct, frozen=True, gc=False):
-    """A load is from a slot or a record into a page, a store from a page into a slot, or from a slot into a record. Of what other
-    engines hold, a slot is known by its place."""
+    """A load is from a slot or a record into a page, a store from a page into a slot, or from a
+    slot into a record. Of what other engines hold, a slot is known by its place."""
 
     number: int
     tier: Tier
@@ -83,7 +84,14 @@ class Slots:
         """A place for new content, held. None: all are in use, or for what must be `kept`."""
         assert key not in self._at
         if not self._free:
-            oldest = next((other for other, at in self._at.items() if at not in self._held and other not in kept), None)
+            oldest = next(
+                (
+                    other
+                    for other, at in self._at.items()
+                    if at not in self._held and other not in kept
+                ),
+                None,
+            )
             if oldest is None:
                 return None
             for passed in list(takewhile(lambda other: other != oldest, self._at)):
@@ -152,8 +160,8 @@ class Peers:
         return self._at[key]
 
     def learn(self, at: int, key: bytes) -> bytes:
-        """A place holds this content now; empty: nothing. Of several with one content, the latest is asked. Returns what was
-        there before."""
+        """A place holds this content now; empty: nothing. Of several with one content, the latest
+        is asked. Returns what was there before."""
         before = self._content.pop(at, b"")
         if self._at.get(before) == at:
             del self._at[before]
@@ -175,7 +183,8 @@ class Peers:
 
 
 class Tiers:
-    """Host memory and, behind it, disk and other engines. A place is a negative int: slots first, then records, then theirs."""
+    """Host memory and, behind it, disk and other engines. A place is a negative int: slots first,
+    then records, then theirs."""
 
     num_skipped = 1000  # contents that are not written after one could not be
 
@@ -188,7 +197,8 @@ class Tiers:
         page_bytes: int = 0,
         num_exports: int = 0,
     ) -> None:
-        """`on_disk`: contents and their records, the oldest first. `num_exports`: slots that other engines read."""
+        """`on_disk`: contents and their records, the oldest first. `num_exports`: slots that other
+        engines read."""
         self.host = Slots(num_slots)
         self.disk = Slots(num_records, on_disk)
         self.peers = Peers()
@@ -198,9 +208,12 @@ class Tiers:
         self.num_lost = 0  # contents that found no slot
         self._unsent: list[PageMove] = []
         self._under_way: dict[int, PageMove] = {}
-        self._stored: dict[bytes, tuple[int, int]] = {}  # of slots, not trusted yet: move, and step before which it was computed
-        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # in a slot, trusted, and not on disk
-        self._kept: Counter[bytes] = Counter()  # content of sequences that were preempted and will come back
+        # of slots, not trusted yet: move, and step before which it was computed
+        self._stored: dict[bytes, tuple[int, int]] = {}
+        # in a slot, trusted, and not on disk
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        # content of sequences that were preempted and will come back
+        self._kept: Counter[bytes] = Counter()
         self._num_writes = 0
         self._num_to_skip = 0  # contents, since the disk takes none now
         self._next_number = 0
@@ -225,7 +238,9 @@ class Tiers:
         if at < self.host.num:
             return self.host.content(at)
         at -= self.host.num
-        return self.disk.content(at) if at < self.disk.num else self.peers.content(at - self.disk.num)
+        return (
+            self.disk.content(at) if at < self.disk.num else self.peers.content(at - self.disk.num)
+        )
 
     def tier_of(self, place: int) -> Tier:
         if -place <= self.host.num:
@@ -233,7 +248,8 @@ class Tiers:
         return Tier.DISK if -place <= self.host.num + self.disk.num else Tier.PEER
 
     def put(self, key: bytes, page: int, step: int) -> bool:
-        """A page is about to be overwritten: store it. `step`: before which it was computed. False: no slot is free."""
+        """A page is about to be overwritten: store it. `step`: before which it was computed. False:
+        no slot is free."""
         if key in self.host:
             self.host.touch(key)
             return True
@@ -284,12 +300,17 @@ class Tiers:
         """Contents with such a move under way."""
         if not self.num_exporting:
             return set()
-        return {move.key for move in self._under_way.values() if move.tier is Tier.EXPORT and move.source != NOWHERE}
+        return {
+            move.key
+            for move in self._under_way.values()
+            if move.tier is Tier.EXPORT and move.source != NOWHERE
+        }
 
     # ---- sequences that were preempted
 
     def keep(self, keys: Sequence[bytes]) -> bool:
-        """Content that a preempted sequence will need. False: more than half of the slots would be kept."""
+        """Content that a preempted sequence will need. False: more than half of the slots would be
+        kept."""
         if len(self._kept) + len(keys) > self.host.num // 2:
             return False
         self._kept.update(keys)
@@ -350,7 +371,8 @@ class Tiers:
             self._may_write(key)
 
     def fail(self) -> None:
-        """A step has failed: what it computed is worthless, and a move that was not reported never began."""
+        """A step has failed: what it computed is worthless, and a move that was not reported never
+        began."""
         for key in [key for key, (_, step) in self._stored.items() if step > self.num_trusted]:
             self.drop(key)
         self._unsent = [move for move in self._under_way.values() if move.source == NOWHERE]
@@ -364,7 +386,9 @@ class Tiers:
         return (self.host, self.disk, self.peers, self.exports)[tier - 1]
 
     def _move(self, tier: Tier, is_load: bool, source: int, target: int, key: bytes) -> int:
-        move = self._under_way[self._next_number] = PageMove(self._next_number, tier, is_load, source, target, key)
+        move = self._under_way[self._next_number] = PageMove(
+            self._next_number, tier, is_load, source, target, key
+        )
         self._unsent.append(move)
         self._next_number += 1
         return move.number

@@ -23,19 +23,21 @@ class AttentionStep(Protocol):
     """A step as an attention backend laid it out: made once, used by every layer."""
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> torch.Tensor:
-        """Norm each head's q and k (if the model does), rotate them, enter k and v into the layer's cache, attend as the layer's
-        spec says. qkv may be overwritten. Returns [T, N * D]."""
+        """Norm each head's q and k (if the model does), rotate them, enter k and v into the layer's
+        cache, attend as the layer's spec says. qkv may be overwritten. Returns [T, N * D]."""
         ...
 
 
 def adds(step: AttentionStep) -> bool:
-    """Tells if the step adds to qkv what adapters do, where the projection has left that (`Linear.pending_lora`)."""
+    """Tells if the step adds to qkv what adapters do, where the projection has left that
+    (`Linear.pending_lora`)."""
     return getattr(step, "adds", False)
 
 
 class EnteringStep(AttentionStep, Protocol):
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> None:
-        """Enters keys and values; same as `attend`, up to the cache: for tokens whose attention nobody reads."""
+        """Enters keys and values; same as `attend`, up to the cache: for tokens whose attention
+        nobody reads."""
         ...
 
 
@@ -55,15 +57,23 @@ class Attention(nn.Module):
         self.layer, spec = layer, config.layers[layer]
         assert isinstance(spec, AttentionSpec)
         self.q_norm = RMSNorm(spec.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, config.norm_eps) if config.qk_norm and spec.stored else None
+        self.k_norm = (
+            RMSNorm(spec.head_dim, config.norm_eps) if config.qk_norm and spec.stored else None
+        )
         own = heads_of(spec, weights.shard)
         self.sinks = Sinks(own.heads) if spec.has_sinks else None
         columns = {part.name[0]: own.groups.times(part.dim).size for part in spec.stored}  # k and v
         q, inner = own.heads.times(spec.head_dim).size, own.heads.times(spec.value_dim).size
-        self.qkv = Linear(config.hidden_size, {"q": q, **columns}, bias=config.attention_bias, weights=weights)
-        self.out = Linear(inner, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
-        self.fused_norm = False  # an RMSNorm that adds the result to the residual is all that reads it
-        self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
+        self.qkv = Linear(
+            config.hidden_size, {"q": q, **columns}, bias=config.attention_bias, weights=weights
+        )
+        self.out = Linear(
+            inner, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights
+        )
+        # an RMSNorm that adds the result to the residual is all that reads it
+        self.fused_norm = False
+        # of a predictor that says which KV heads a token needs
+        self.head_scores: Weight | None = None
 
     @property
     def reads_input_once(self) -> bool:

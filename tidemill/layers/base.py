@@ -15,7 +15,8 @@ from tidemill.weights.slices import NoRows, take_rows
 
 
 class Layer(nn.Module):
-    """`load` takes a tensor for one named part; when the last one is there, `finish` lays the layer out for its kernel."""
+    """`load` takes a tensor for one named part; when the last one is there, `finish` lays the layer
+    out for its kernel."""
 
     def __init__(
         self,
@@ -29,7 +30,10 @@ class Layer(nn.Module):
         self.optional = optional
         self.num_bytes = 0  # of the checkpoint, read so far
         self._cuts = {
-            part: (rows if isinstance(rows, Cut) else None, columns if isinstance(columns, Cut) else None)
+            part: (
+                rows if isinstance(rows, Cut) else None,
+                columns if isinstance(columns, Cut) else None,
+            )
             for part, (rows, columns) in cuts.items()
         }
         self._loaded: set[str] = set()
@@ -58,7 +62,9 @@ class Layer(nn.Module):
                 f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {asked}."
             )
 
-    def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
+    def own(
+        self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> tuple[WeightTensor, torch.Tensor | None]:
         """The part of a stored tensor that this rank has, and the order of its rows."""
         rows, columns = self._cuts.get(part, (None, None))
         if columns is not None:
@@ -85,7 +91,9 @@ class Layer(nn.Module):
         """All parts are there."""
 
 
-def rows_of(tensor: WeightTensor, cut: Cut, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
+def rows_of(
+    tensor: WeightTensor, cut: Cut, row_order: torch.Tensor | None
+) -> tuple[WeightTensor, torch.Tensor | None]:
     """The rows of a rank, in the model's order; and the order that what is read must have."""
     if not cut.num:
         return NoRows(tensor), None

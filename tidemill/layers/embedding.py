@@ -1,5 +1,6 @@
-"""The table from token ids to vectors, and the head that is the same table used the other way. Of several ranks, each has some
-rows: a look-up adds up what they have, which is zeros on all but one, and logits are gathered."""
+"""The table from token ids to vectors, and the head that is the same table used the other way. Of
+several ranks, each has some rows: a look-up adds up what they have, which is zeros on all but one,
+and logits are gathered."""
 
 from __future__ import annotations
 
@@ -54,9 +55,13 @@ class Embedding(Linear):
 class Head(Linear):
     """Logits from a table of its own."""
 
-    def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN, *, bias: bool = False) -> None:
+    def __init__(
+        self, size: int, num_tokens: int, weights: WeightPlan = PLAIN, *, bias: bool = False
+    ) -> None:
         weights = weights.of_tables
-        super().__init__(size, {"head": _rows(num_tokens, weights.shard)}, bias=bias, weights=weights)
+        super().__init__(
+            size, {"head": _rows(num_tokens, weights.shard)}, bias=bias, weights=weights
+        )
         self.table = Table(num_tokens, weights.shard)
 
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Layers whose weights are divided among ranks and gathered before they compute: a rank holds its rows of every matrix, and
-memory for two whole layers, one of which is computed with while the next is put together. Tables are cut by rows."""
+"""Layers whose weights are divided among ranks and gathered before they compute: a rank holds its
+rows of every matrix, and memory for two whole layers, one of which is computed with while the next
+is put together. Tables are cut by rows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, Router
 from tidemill.layers.row_split import RowSplit, RowStep, can_split
 from tidemill.layers.streamed import Stream, Streaming, resident_bytes, slots_in_turn
-from tidemill.quant.gathered import LANES, Gathered, GatheredExperts, SharedWeights, own_rows, places_of
+from tidemill.quant.gathered import (
+    LANES,
+    Gathered,
+    GatheredExperts,
+    SharedWeights,
+    own_rows,
+    places_of,
+)
 from tidemill.types.model_config import ModelConfig
 
 _SLOTS = 2
@@ -26,7 +34,8 @@ _PIECE = 2**20
 
 class GatheredStreaming(Streaming):
     def __init__(self, shard: Shard, path: str) -> None:
-        """`path`: of a file in shared memory; empty: ranks are on several hosts, and send each other their rows."""
+        """`path`: of a file in shared memory; empty: ranks are on several hosts, and send each
+        other their rows."""
         super().__init__(0)
         self._shard, self._group, self._store = shard, group_of(shard), SharedWeights(shard, path)
         self._experts: Stream | None = None
@@ -37,15 +46,27 @@ class GatheredStreaming(Streaming):
         for path, module in blocks.named_modules():
             if isinstance(module, Experts):
                 self._attach_experts(path, module)
-            elif isinstance(module, Linear) and not isinstance(module, Router) and _can_be_cut(module):
+            elif (
+                isinstance(module, Linear)
+                and not isinstance(module, Router)
+                and _can_be_cut(module)
+            ):
                 nums = list(module.outs.values())
                 module.method = Gathered(module.method, self._store, path, module.num_in, nums)
-                module.read_only({name: own_rows(num, self._shard) for name, num in module.outs.items()})
+                module.read_only(
+                    {name: own_rows(num, self._shard) for name, num in module.outs.items()}
+                )
 
     def _attach_experts(self, path: str, module: Experts) -> None:
         own = self._shard.range(module.num_experts)
         if not self._store.is_shared or module.spec.has_bias or not own:
-            why = "there are fewer experts than ranks" if not own else "they have biases" if module.spec.has_bias else ""
+            why = (
+                "there are fewer experts than ranks"
+                if not own
+                else "they have biases"
+                if module.spec.has_bias
+                else ""
+            )
             raise ConfigError(
                 f"Experts cannot be gathered: {why or 'ranks are on several hosts'}.",
                 fix="Use --tensor-layout 1d.",
@@ -61,16 +82,27 @@ class GatheredStreaming(Streaming):
         self.fixed_bytes = resident_bytes(model)
         self._gather_layers(blocks)
         self._gather_experts(blocks)
-        slots = sum(one.num_bytes for one in (self.stream, self._experts, self._fetch) if one is not None)
+        slots = sum(
+            one.num_bytes for one in (self.stream, self._experts, self._fetch) if one is not None
+        )
         self.held_bytes = self.fixed_bytes + self._store.held_bytes + slots
-        self.streamed_bytes = sum(sum(one.num_bytes) for rank in self._store.of_ranks for one in rank.values())
+        self.streamed_bytes = sum(
+            sum(one.num_bytes) for rank in self._store.of_ranks for one in rank.values()
+        )
         if can_split(whole):
             split = RowSplit(whole, self._group)
-            model.register_forward_pre_hook(lambda _, given: (split.own(given[0]), RowStep(split, given[1], given[0].shape[0])))
-            model.register_forward_hook(lambda _, given, made: split.gather(made, given[1].num_rows))
+            model.register_forward_pre_hook(
+                lambda _, given: (split.own(given[0]), RowStep(split, given[1], given[0].shape[0]))
+            )
+            model.register_forward_hook(
+                lambda _, given, made: split.gather(made, given[1].num_rows)
+            )
 
     def _gather_layers(self, blocks: nn.ModuleList) -> None:
-        units, layers = list[np.ndarray](), list[tuple[nn.Module, list[tuple[Gathered, list[int]]]]]()
+        units, layers = (
+            list[np.ndarray](),
+            list[tuple[nn.Module, list[tuple[Gathered, list[int]]]]](),
+        )
         for block in blocks:
             unit, placed, end = list[np.ndarray](), list[tuple[Gathered, list[int]]](), 0
             for module in block.modules():
@@ -85,7 +117,10 @@ class GatheredStreaming(Streaming):
             return
         slots = slots_in_turn(len(units), min(_SLOTS, len(units)))
         if self._store.is_shared:
-            parts = [np.concatenate([np.zeros((0, 3), np.int64), *map(_in_pieces, unit)]) for unit in units]
+            parts = [
+                np.concatenate([np.zeros((0, 3), np.int64), *map(_in_pieces, unit)])
+                for unit in units
+            ]
             firsts = np.cumsum([0, *map(len, parts)]).tolist()
             self.stream = Stream(self._store, np.concatenate(parts), firsts, max(slots) + 1, slots)
             base, slot_bytes, wait = self.stream.base, self.stream.slot_bytes, self.stream.wait
@@ -114,7 +149,9 @@ class GatheredStreaming(Streaming):
                 found = zip(stored.offsets, stored.num_bytes, places, strict=True)
                 units.append(np.concatenate([_in_pieces(np.array(one)) for one in found]))
         firsts = np.cumsum([0, *map(len, units)]).tolist()
-        self._experts = Stream(self._store, np.concatenate(units), firsts, min(sum(nums), _SLOTS * max(nums)))
+        self._experts = Stream(
+            self._store, np.concatenate(units), firsts, min(sum(nums), _SLOTS * max(nums))
+        )
         first = 0
         for layer in layers:
             assert isinstance(layer.weights, NativeExperts)
@@ -123,11 +160,16 @@ class GatheredStreaming(Streaming):
 
 
 class _Fetch:
-    """The fetches of ranks on several hosts: every rank sends its rows of a layer to all others, when they come to it."""
+    """The fetches of ranks on several hosts: every rank sends its rows of a layer to all others,
+    when they come to it."""
 
-    def __init__(self, store: SharedWeights, shard: Shard, group: Any, units: list[np.ndarray]) -> None:
+    def __init__(
+        self, store: SharedWeights, shard: Shard, group: Any, units: list[np.ndarray]
+    ) -> None:
         self._store, self._shard, self._group, self._units = store, shard, group, units
-        self._slot = memory(max(int((unit[:, 1] + unit[:, 2]).max()) for unit in units if len(unit)))
+        self._slot = memory(
+            max(int((unit[:, 1] + unit[:, 2]).max()) for unit in units if len(unit))
+        )
         self._there = -1
 
     @property
@@ -144,7 +186,10 @@ class _Fetch:
         self._there = layer
         unit = self._units[layer]
         rank_of = self._store.rank_of(unit[:, 0])
-        own = b"".join(self._store.read(int(offset), int(num)) for offset, num, _ in unit[rank_of == self._shard.rank])
+        own = b"".join(
+            self._store.read(int(offset), int(num))
+            for offset, num, _ in unit[rank_of == self._shard.rank]
+        )
         for rank in range(self._shard.size):
             came, first = np.frombuffer(self._group.broadcast_bytes(own, rank), np.uint8), 0
             for _, num, place in unit[rank_of == rank]:
@@ -155,7 +200,13 @@ class _Fetch:
 def _in_pieces(piece: np.ndarray) -> np.ndarray:
     """In parts that several threads read."""
     offset, num, place = piece.tolist()
-    return np.array([(offset + start, min(_PIECE, num - start), place + start) for start in range(0, num, _PIECE)], np.int64)
+    return np.array(
+        [
+            (offset + start, min(_PIECE, num - start), place + start)
+            for start in range(0, num, _PIECE)
+        ],
+        np.int64,
+    )
 
 
 def _can_be_cut(linear: Linear) -> bool:

@@ -1,12 +1,12 @@
-"""Experts of a model that does not fit in a GPU's memory: all lie in pinned host memory, those that are used most often in slots
-on the GPU.
+"""Experts of a model that does not fit in a GPU's memory: all lie in pinned host memory, those that
+are used most often in slots on the GPU.
 
-The host waits for a layer's routing, and has the chosen experts that are in no slot copied. Meanwhile it asks the next layer's
-router about the same hidden states: the experts that it would choose are copied while this layer computes. A guess changes no
-result, only when a copy begins.
+The host waits for a layer's routing, and has the chosen experts that are in no slot copied.
+Meanwhile it asks the next layer's router about the same hidden states: the experts that it would
+choose are copied while this layer computes. A guess changes no result, only when a copy begins.
 
-A slot is not written while it is read: when the host knows a layer's routing, all layers before it are done, and what the layer
-itself needs is not given away.
+A slot is not written while it is read: when the host knows a layer's routing, all layers before it
+are done, and what the layer itself needs is not given away.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ class HostStacks(ExpertStacks):
         """`one`: an expert's, on the device."""
         self.device = one.gate_up_E2IH.device
         self._one = one
-        super().__init__(*(_in_host_memory(num_experts, part) for part in (one.gate_up_E2IH, one.down_EHI)))
+        super().__init__(
+            *(_in_host_memory(num_experts, part) for part in (one.gate_up_E2IH, one.down_EHI))
+        )
 
-    def read(self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+    def read(
+        self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> None:
         self._one.read(side, 0, tensor, row_order)
         size = self.down_EHI.shape[2]
         rows = {"gate": slice(0, size), "up": slice(size, None)}.get(side, slice(None))
@@ -95,7 +99,9 @@ class ExpertSlots:
         self._num_copies = 0
         self.waits = Waits()
         self.num_bytes = 0
-        self._tables = torch.zeros(_num_words(layers, num_slots), dtype=torch.int32, pin_memory=is_gpu)
+        self._tables = torch.zeros(
+            _num_words(layers, num_slots), dtype=torch.int32, pin_memory=is_gpu
+        )
         self._chosen = torch.zeros(0, dtype=torch.int32)
 
     @property
@@ -103,16 +109,20 @@ class ExpertSlots:
         return self.stacks.gate_up_E2IH.nbytes + self.stacks.down_EHI.nbytes
 
     @torch.inference_mode()
-    def find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> InSlots:
-        """Finds the slots of the chosen experts of a layer. Copies of those that are in no slot are under way, and the device
-        waits."""
+    def find(
+        self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor
+    ) -> InSlots:
+        """Finds the slots of the chosen experts of a layer. Copies of those that are in no slot are
+        under way, and the device waits."""
         layer = self._layers[number]
         chosen, guessed = self._read_choices(number, x_TH, live, experts_P)
         needed = [layer.first + expert for expert in chosen]
         for unit in self.places.need(needed):
             self._copy(unit)
         if self._stream is not None and needed:
-            _, event = max((self._arrivals[self.places.where[unit]] for unit in needed), key=lambda one: one[0])
+            _, event = max(
+                (self._arrivals[self.places.where[unit]] for unit in needed), key=lambda one: one[0]
+            )
             if event is not None:
                 self.waits.wait(event)
         for unit in self.places.ahead(guessed):
@@ -127,7 +137,11 @@ class ExpertSlots:
 
         layer, ahead = self._layers[number], self._layers[(number + 1) % len(self._layers)]
         num, parts = x_TH.shape[0], [experts_P]
-        logits = ahead.route(x_TH)[:, : ahead.spec.num_experts] if number + 1 < len(self._layers) else None
+        logits = (
+            ahead.route(x_TH)[:, : ahead.spec.num_experts]
+            if number + 1 < len(self._layers)
+            else None
+        )
         if is_compiling():  # nothing was computed
             return [], []
         if logits is not None:
@@ -138,7 +152,11 @@ class ExpertSlots:
         num_live = num if live is None else int(chosen[-1])
         mine = chosen[: num_live * layer.spec.top_k]
         begin = experts_P.numel()
-        guessed = chosen[begin : begin + num_live * ahead.spec.top_k] if number + 1 < len(self._layers) else mine[:0]
+        guessed = (
+            chosen[begin : begin + num_live * ahead.spec.top_k]
+            if number + 1 < len(self._layers)
+            else mine[:0]
+        )
         return np.unique(mine).tolist(), (ahead.first + np.unique(guessed)).tolist()
 
     def _to_host(self, on_device: torch.Tensor) -> np.ndarray:
@@ -170,7 +188,8 @@ class ExpertSlots:
             self._arrivals[slot] = self._num_copies, self._stream.record_event()
 
     def _tell(self, layer: Layer) -> InSlots:
-        """The device reads the last layer's tables no more: the host has waited for its routing since."""
+        """The device reads the last layer's tables no more: the host has waited for its routing
+        since."""
         from tidemill.kernels.cuda.moe import InSlots
 
         num, places, table = layer.spec.num_experts, self.places, self._tables.numpy()
@@ -182,11 +201,15 @@ class ExpertSlots:
             table[-experts.size :] = experts
         num_words = len(table) if has_biases else len(table) - len(places.in_slot)
         there = self._tables[:num_words].to(self._device, non_blocking=True)
-        biases = (None if bias is None else bias.index_select(0, there[-len(places.in_slot) :]) for bias in layer.biases)
+        biases = (
+            None if bias is None else bias.index_select(0, there[-len(places.in_slot) :])
+            for bias in layer.biases
+        )
         return InSlots(there, self.stacks.gate_up_E2IH, self.stacks.down_EHI, *biases)
 
 
 def _num_words(layers: list[Layer], num_slots: int) -> int:
-    """Slots of experts, of numbers past them up to a power of two and itself; then experts of slots."""
+    """Slots of experts, of numbers past them up to a power of two and itself; then experts of
+    slots."""
     most = max(layer.spec.num_experts for layer in layers)
     return (1 << (most - 1).bit_length()) + 1 + num_slots

@@ -35,7 +35,10 @@ class Waits:
         self.seconds = 0.0
 
     def wait(self, event: Any) -> None:
-        stream, begin, end = torch.cuda.current_stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream, begin, end = (
+            torch.cuda.current_stream(),
+            *(torch.cuda.Event(enable_timing=True) for _ in range(2)),
+        )
         begin.record(stream)
         stream.wait_event(event)
         end.record(stream)

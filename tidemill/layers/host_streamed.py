@@ -1,7 +1,9 @@
-"""Models whose weights do not fit in a GPU's memory: layers are copied from pinned host memory while others compute.
+"""Models whose weights do not fit in a GPU's memory: layers are copied from pinned host memory
+while others compute.
 
-A layer's slot is filled with the next layer that has it as soon as the layer is done, by a stream of copies; a layer begins when
-its copy is there. The order of copies goes round: the first layers of the next step come while tokens are sampled.
+A layer's slot is filled with the next layer that has it as soon as the layer is done, by a stream
+of copies; a layer begins when its copy is there. The order of copies goes round: the first layers
+of the next step come while tokens are sampled.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Moved:
         """The tensor lies there from now on. Returns its bytes."""
         stride = torch.empty(self.shape, device="meta").stride()
         size = self.tensor.element_size()
-        self.tensor.set_(at.untyped_storage(), (at.storage_offset() + start) // size, self.shape, stride)
+        self.tensor.set_(
+            at.untyped_storage(), (at.storage_offset() + start) // size, self.shape, stride
+        )
         return at[start : start + len(self.host)]
 
 
@@ -84,7 +88,8 @@ class InHostMemory(LinearMethod[Any]):
 
 
 class ExpertsInHostMemory(LinearMethod[Any]):
-    """Another method's experts, in host memory from the start. What a layer's tokens share stays on the device."""
+    """Another method's experts, in host memory from the start. What a layer's tokens share stays on
+    the device."""
 
     def __init__(self, inner: LinearMethod[Any]) -> None:
         super().__init__()
@@ -112,7 +117,8 @@ class HostStreaming(Streaming):
         super().__init__(budget)
         self._moved: list[list[Moved]] = []  # by layer
         self._slots: tuple[int, ...] = ()  # by streamed layer
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # by streamed layer: from host memory, to a slot
+        # by streamed layer: from host memory, to a slot
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         self._in_slot: dict[int, int] = {}
         self._on_the_way: dict[int, Any] = {}  # by streamed layer: an event
         self._stream: Any = None  # of copies; None where there is no GPU
@@ -125,7 +131,9 @@ class HostStreaming(Streaming):
             return Reads(self.num_bytes, self._waits.take(), self.num_asked, self.num_read)
         places = self.experts.places
         waited_s = self.experts.waits.take()
-        return Reads(self.experts.num_bytes, waited_s, places.num_asked, places.num_read, places.num_foreseen)
+        return Reads(
+            self.experts.num_bytes, waited_s, places.num_asked, places.num_read, places.num_foreseen
+        )
 
     def attach(self, blocks: nn.ModuleList) -> None:
         experts = [module for module in blocks.modules() if isinstance(module, Experts)]
@@ -170,7 +178,9 @@ class HostStreaming(Streaming):
         (size,), most = sizes, max(layer.spec.num_experts for layer in layers)
         num_slots = min(first, (self.budget - self.fixed_bytes) // size)
         if num_slots < most:
-            raise self.too_small(most * size, f"all {most} experts of a layer, {fmt_bytes(size)} each")
+            raise self.too_small(
+                most * size, f"all {most} experts of a layer, {fmt_bytes(size)} each"
+            )
         self.experts = ExpertSlots(num_slots, layers, layers[0].stacks.device)
         self.held_bytes = self.fixed_bytes + self.experts.held_bytes
         self.streamed_bytes = (first - num_slots) * size
@@ -180,7 +190,9 @@ class HostStreaming(Streaming):
         """Experts are looked up by the host even where all of them have found a place."""
         return self.streamed_bytes > 0 or self.experts is not None
 
-    def _find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> Any:
+    def _find(
+        self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor
+    ) -> Any:
         assert self.experts is not None
         return self.experts.find(number, x_TH, live, experts_P)
 
@@ -229,7 +241,9 @@ class HostStreaming(Streaming):
     def _end(self, number: int) -> None:
         """Its slot is free for the next layer that has it."""
         others = (*range(number + 1, len(self._slots)), *range(number))
-        following = next((other for other in others if self._slots[other] == self._slots[number]), number)
+        following = next(
+            (other for other in others if self._slots[other] == self._slots[number]), number
+        )
         if following != number:
             self._copy(following)
 

@@ -1,4 +1,5 @@
-"""Loras: the adapters that a model's linear layers hold, in numbered slots. Which row uses which one changes with every step."""
+"""Loras: the adapters that a model's linear layers hold, in numbered slots. Which row uses which
+one changes with every step."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ P = ParamSpec("P")
 
 
 class LoraPlace(NamedTuple):
-    """A stored matrix that an adapter may change: its shape [N, K], and the parts of linear layers that it fills, each with the
-    numbers of its rows."""
+    """A stored matrix that an adapter may change: its shape [N, K], and the parts of linear layers
+    that it fills, each with the numbers of its rows."""
 
     shape: tuple[int, int]
     parts: list[tuple[Linear, str, torch.Tensor]]
@@ -78,7 +79,8 @@ class Loras:
 
     @contextmanager
     def on(self, slots_T: np.ndarray | None = None) -> Iterator[None]:
-        """Meanwhile linear layers add what adapters do. `slots_T`: of each token of the step, -1 without an adapter."""
+        """Meanwhile linear layers add what adapters do. `slots_T`: of each token of the step, -1
+        without an adapter."""
         if slots_T is not None:
             self.step.set(slots_T)
         self.is_on = True

@@ -1,4 +1,5 @@
-"""Layers with a state of constant size: projection, convolution, recurrence (kernels/state.py), projection."""
+"""Layers with a state of constant size: projection, convolution, recurrence (kernels/state.py),
+projection."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def state_cut(spec: LayerSpec, shard: Shard) -> StateCut:
 class StateStep(Protocol):
     """A step as a backend of states laid it out: made once, used by every layer."""
 
-    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+    def convolve(
+        self, layer: int, projected_TC: torch.Tensor, learned: StateWeights
+    ) -> torch.Tensor:
         """silu of the channels' convolution, [T, channels]; keeps what later steps need."""
         ...
 
@@ -53,7 +56,8 @@ class StateStep(Protocol):
 
 
 class Conv(Layer):
-    """A causal convolution of each channel with itself, stored [channels, 1, kernel] or [channels, kernel]."""
+    """A causal convolution of each channel with itself, stored [channels, 1, kernel] or [channels,
+    kernel]."""
 
     def __init__(self, spec: StateSpec, channels: Cut, bias: bool) -> None:
         parts: dict[str, tuple[int, ...]] = {"conv": (channels.whole, 1, spec.kernel)}
@@ -82,9 +86,15 @@ class StateParameters(Layer):
     def __init__(self, spec: StateSpec, own: StateCut) -> None:
         is_mamba = spec.kind == "mamba"
         rows = own.inner if is_mamba else own.heads
-        names = ["decay", *(["skip"] if spec.kind != "delta" else []), *([] if is_mamba else ["step_bias"])]
+        names = [
+            "decay",
+            *(["skip"] if spec.kind != "delta" else []),
+            *([] if is_mamba else ["step_bias"]),
+        ]
         wide = {"decay": (spec.state_size,)} if is_mamba else {}
-        parts: dict[str, tuple[int, ...]] = {name: (rows.whole, *wide.get(name, ())) for name in names}
+        parts: dict[str, tuple[int, ...]] = {
+            name: (rows.whole, *wide.get(name, ())) for name in names
+        }
         super().__init__(parts, cuts=dict.fromkeys(names, (rows.size, 0)))
         self._spec, self._num_heads = spec, own.heads.num
         self._shapes = {name: (rows.num, *wide.get(name, ())) for name in names}
@@ -104,18 +114,23 @@ class StateParameters(Layer):
         if spec.kind == "mamba":  # as a head's state lies
             decay = decay.view(self._num_heads, spec.head_dim, spec.state_size).transpose(1, 2)
         elif spec.kind == "mamba2":
-            self.skip = nn.Parameter(self.skip.repeat_interleave(spec.head_dim), requires_grad=False)
+            self.skip = nn.Parameter(
+                self.skip.repeat_interleave(spec.head_dim), requires_grad=False
+            )
         self.decay = nn.Parameter(decay.contiguous(), requires_grad=False)
 
 
 class GatedNorm(Layer):
-    """The scale of a norm that belongs to a gate: of all inner values, or of each head's. Its kernel is the recurrence's."""
+    """The scale of a norm that belongs to a gate: of all inner values, or of each head's. Its
+    kernel is the recurrence's."""
 
     def __init__(self, spec: StateSpec, own: StateCut) -> None:
         is_each_heads = spec.kind != "mamba2"
         super().__init__({"weight": (spec.norm_size if is_each_heads else spec.num_inner,)})
         self._repeats = own.inner.num // spec.norm_size if is_each_heads else 1
-        self._own = slice(None) if is_each_heads else slice(own.inner.runs[0].start, own.inner.runs[0].stop)
+        self._own = (
+            slice(None) if is_each_heads else slice(own.inner.runs[0].start, own.inner.runs[0].stop)
+        )
         self.weight = nn.Parameter(torch.empty(own.inner.num), requires_grad=False)
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
@@ -133,8 +148,8 @@ def _wide(shape: tuple[int, ...]) -> list[int]:
 
 
 class StateMixer(nn.Module):
-    """Mamba-2 and the gated delta rule. `ins`: stored matrices of the first projection, whose rows a model's `row_order` brings
-    into the order of kernels/state.py."""
+    """Mamba-2 and the gated delta rule. `ins`: stored matrices of the first projection, whose rows
+    a model's `row_order` brings into the order of kernels/state.py."""
 
     def __init__(
         self,
@@ -152,14 +167,18 @@ class StateMixer(nn.Module):
         assert isinstance(spec, StateSpec)
         self.layer, self.eps = layer, config.norm_eps
         self.own, self._group = state_cut(spec, weights.shard), group_of(weights.shard)
-        is_split = spec.norm_size and rank_spec(spec, weights.shard) == rank_spec(spec.but(norm_size=0), weights.shard)
+        is_split = spec.norm_size and rank_spec(spec, weights.shard) == rank_spec(
+            spec.but(norm_size=0), weights.shard
+        )
         self._groups = _norm_groups(spec, self.own.inner) if is_split else []
         self._num_groups = spec.num_inner // spec.norm_size if self._groups else 0
         self.ins = Linear(config.hidden_size, ins, bias=bias, weights=weights, stored=stored)
         self.conv = Conv(spec, self.own.channels, conv_bias)
         self.parameters_ = StateParameters(spec, self.own)
         self.norm = GatedNorm(spec, self.own) if spec.norm_size else None
-        self.out = Linear(self.own.inner.size, {"out": config.hidden_size}, bias=bias, weights=weights)
+        self.out = Linear(
+            self.own.inner.size, {"out": config.hidden_size}, bias=bias, weights=weights
+        )
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         projected, learned = self.ins(x_TH), self.learned()
@@ -167,12 +186,15 @@ class StateMixer(nn.Module):
         return self.out(self._normed(step.scan(self.layer, ScanInputs(mixed, projected), learned)))
 
     def _normed(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """The normed output, where ranks have parts of what is normed together: the recurrence only gates."""
+        """The normed output, where ranks have parts of what is normed together: the recurrence only
+        gates."""
         if not self._groups:
             return x_TI
         assert self.norm is not None
         weights = [self.norm.weight[group.columns] for group in self._groups]
-        return shared_rms_norm(x_TI, self._groups, self._num_groups, weights, self.eps, self._group.all_reduce)
+        return shared_rms_norm(
+            x_TI, self._groups, self._num_groups, weights, self.eps, self._group.all_reduce
+        )
 
     def learned(self) -> StateWeights:
         own = self.parameters_
@@ -201,11 +223,20 @@ def _norm_groups(spec: StateSpec, inner: Cut) -> list[NormGroup]:
 class MambaMixer(StateMixer):
     """Mamba: time steps, B and C are projections of what was convolved."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan, bias: bool, conv_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: WeightPlan, bias: bool, conv_bias: bool
+    ) -> None:
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
         inner = state_cut(spec, weights.shard).inner
-        super().__init__(config, layer, weights, {"in": together(inner, inner).size}, bias=bias, conv_bias=conv_bias)
+        super().__init__(
+            config,
+            layer,
+            weights,
+            {"in": together(inner, inner).size},
+            bias=bias,
+            conv_bias=conv_bias,
+        )
         self.to_rank = Linear(inner.size, {"rank": spec.rank}, weights=weights)
         self.to_bc = Linear(inner.size, {"bc": 2 * spec.state_size}, weights=weights)
         self.to_steps = Linear(spec.rank, {"steps": inner.size}, bias=True, weights=weights)

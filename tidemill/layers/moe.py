@@ -1,4 +1,5 @@
-"""A feed-forward that is a mixture of experts: a router, and experts of which each token uses a few."""
+"""A feed-forward that is a mixture of experts: a router, and experts of which each token uses a
+few."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Router(Linear):
         return super().fits(part, shape) or (part == "shared" and shape == self.parts[part][1:])
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
-        super().load(part, _Row(tensor) if len(tensor.shape) == 1 and part == "shared" else tensor, row_order)
+        super().load(
+            part, _Row(tensor) if len(tensor.shape) == 1 and part == "shared" else tensor, row_order
+        )
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.weight.logits(x_TH)
@@ -73,10 +76,12 @@ class Scores(Layer):
 
 
 class Experts(Layer):
-    """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
-    or gate and up of all as one ("gate_ups", rows of gate first). Of several ranks, each has some columns of every expert, or
-    some experts; of the shared expert some columns either way. With some experts, ranks on CPUs send each other rows; on GPUs
-    each adds up what its own experts give, and the sums are added: that takes the same kernels for any routing."""
+    """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all
+    experts as one tensor ("gates"), or gate and up of all as one ("gate_ups", rows of gate first).
+    Of several ranks, each has some columns of every expert, or some experts; of the shared expert
+    some columns either way. With some experts, ranks on CPUs send each other rows; on GPUs each
+    adds up what its own experts give, and the sums are added: that takes the same kernels for any
+    routing."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         spec, shard, hidden_size = config.moe(layer), weights.shard, config.hidden_size
@@ -85,14 +90,18 @@ class Experts(Layer):
         self.spec, self.num_experts = spec, spec.num_experts
         self._shard, self._group = shard, group_of(shard)
         self._by_number = weights.expert_parallel and shard.size > 1
-        self._sends = self._by_number and weights.device != "cuda"  # rows go to the ranks that have their experts
+        # rows go to the ranks that have their experts
+        self._sends = self._by_number and weights.device != "cuda"
         self._own = shard.range(spec.num_experts) if self._by_number else range(spec.num_experts)
-        self._columns = even(spec.expert_size, WHOLE) if self._by_number else expert_cut(config, layer, shard)
+        self._columns = (
+            even(spec.expert_size, WHOLE) if self._by_number else expert_cut(config, layer, shard)
+        )
         self._shared_columns = shared_cut(config, spec, shard)
         self.method = weights.method
         self._hidden_size = hidden_size
         self._stacks: ExpertStacks | None = None
-        self._read: dict[tuple[str, int], Any] = {}  # matrices by side and expert, until all are there
+        # matrices by side and expert, until all are there
+        self._read: dict[tuple[str, int], Any] = {}
         self._biases: dict[str, torch.Tensor] = {}
         self._wanted = {(side, expert) for side in _SIDES for expert in self._own}
         if spec.shared_size:
@@ -111,13 +120,19 @@ class Experts(Layer):
                 shapes[f"{side}s.bias"] = (num, one[0])
             if spec.shared_size:
                 whole = spec.shared_size
-                shapes[f"shared_{side}"] = (hidden_size, whole) if side == "down" else (whole, hidden_size)
+                shapes[f"shared_{side}"] = (
+                    (hidden_size, whole) if side == "down" else (whole, hidden_size)
+                )
         return shapes | {"gate_ups": (num, 2 * size, hidden_size)}
 
     def read_only(self, experts: range) -> None:
         """Only these are read; what becomes of the others is its method's to know."""
         self._own = experts
-        self._wanted = {(side, expert) for side, expert in self._wanted if expert in experts or expert == self.num_experts}
+        self._wanted = {
+            (side, expert)
+            for side, expert in self._wanted
+            if expert in experts or expert == self.num_experts
+        }
 
     def _brings(self, part: str) -> set[tuple[str, int]]:
         """The matrices in a part, by side and expert."""
@@ -134,13 +149,17 @@ class Experts(Layer):
     def missing(self) -> set[str]:
         """Every part of which all is missing."""
         biases = {f"{side}s.bias" for side in self._wanted_biases}
-        return biases | {part for part in self.parts if (brings := self._brings(part)) and brings <= self._wanted}
+        return biases | {
+            part for part in self.parts if (brings := self._brings(part)) and brings <= self._wanted
+        }
 
     def lacks(self, part: str) -> bool:
         brings = self._brings(part)
         return brings <= self._wanted if brings else part in self.missing
 
-    def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
+    def own(
+        self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> tuple[WeightTensor, torch.Tensor | None]:
         """Cut matrix by matrix."""
         return tensor, row_order
 
@@ -156,17 +175,24 @@ class Experts(Layer):
             for expert in self._own:
                 self._add(side.removesuffix("s"), expert, tensor.matrix(expert))
 
-    def _add(self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
+    def _add(
+        self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None = None
+    ) -> None:
         """A matrix of one expert. `side` gate_up: both, rows of gate first."""
         if expert not in self._own and expert != self.num_experts:
             return
         tensor, row_order = self._part(
-            side, self._shared_columns if expert == self.num_experts else self._columns, tensor, row_order
+            side,
+            self._shared_columns if expert == self.num_experts else self._columns,
+            tensor,
+            row_order,
         )
         self.num_bytes += tensor.num_bytes
         brings = {("gate", expert), ("up", expert)} if side == "gate_up" else {(side, expert)}
         if not brings <= self._wanted:
-            raise CheckpointError(f"Tensor {tensor.name} brings matrices of expert {expert} that another tensor has brought.")
+            raise CheckpointError(
+                f"Tensor {tensor.name} brings matrices of expert {expert} that another tensor has brought."
+            )
         self._wanted -= brings
         is_shared = expert == self.num_experts
         if self._stacks is None and not is_shared:
@@ -189,19 +215,26 @@ class Experts(Layer):
 
     @property
     def _held(self) -> MoESpec:
-        """The spec of the experts that this rank has. By number: perhaps fewer experts than a token goes through, one at a
-        time."""
+        """The spec of the experts that this rank has. By number: perhaps fewer experts than a token
+        goes through, one at a time."""
         if not self._by_number:
             return self._cut
         return replace(
-            self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0,
+            self.spec,
+            num_experts=len(self._own),
+            top_k=1,
+            scoring="topk_then_softmax",
+            renormalise=False,
+            shared_size=0,
             routing=None,
         )
 
     @property
     def _cut(self) -> MoESpec:
         """All experts, with this rank's columns of them."""
-        return replace(self.spec, expert_size=self._columns.num, shared_size=self._shared_columns.num)
+        return replace(
+            self.spec, expert_size=self._columns.num, shared_size=self._shared_columns.num
+        )
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
         self._set_bias(side, read_values(tensor))
@@ -211,7 +244,9 @@ class Experts(Layer):
         bias_EN, (run,) = bias_EN[self._own.start : self._own.stop], self._columns.runs
         is_once = side != "down" or self._by_number or self._shard.rank == 0
         if is_once:
-            self._biases[side] = (bias_EN if side == "down" else bias_EN[:, run.start : run.stop]).contiguous()
+            self._biases[side] = (
+                bias_EN if side == "down" else bias_EN[:, run.start : run.stop]
+            ).contiguous()
         self._wanted_biases -= {side}
 
     def is_complete(self) -> bool:
@@ -222,8 +257,14 @@ class Experts(Layer):
             return
         biases, read = self._biases, self._read
         apart = [] if self._stacks else self._own
-        gate_up_bias = torch.cat([biases["gate"], biases["up"]], dim=1) if "gate" in biases else None
-        shared = (self._gate_up(self.num_experts), read["down", self.num_experts]) if self.spec.shared_size else None
+        gate_up_bias = (
+            torch.cat([biases["gate"], biases["up"]], dim=1) if "gate" in biases else None
+        )
+        shared = (
+            (self._gate_up(self.num_experts), read["down", self.num_experts])
+            if self.spec.shared_size
+            else None
+        )
         parts = ExpertParts[Any](
             [self._gate_up(expert) for expert in apart],
             [read["down", expert] for expert in apart],
@@ -236,7 +277,9 @@ class Experts(Layer):
         self._read, self._biases, self._stacks = {}, {}, None
         self._weights = self.method.join_experts(parts, self._held if self._sends else self._cut)
         if self._sends:
-            self._weights = ParallelExperts(self.spec, self._weights, self._group, self._shared_weights(shared))
+            self._weights = ParallelExperts(
+                self.spec, self._weights, self._group, self._shared_weights(shared)
+            )
 
     def _shared_weights(self, shared: tuple[list[Any], Any] | None) -> tuple[Weight, Weight] | None:
         if shared is None:
@@ -283,7 +326,9 @@ def feed_forward(config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Mod
     """A layer's, dense or with experts."""
     if config.moe(layer) is not None:
         return MoE(config, layer, weights)
-    return GatedMLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+    return GatedMLP(
+        config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act
+    )
 
 
 class _Row:

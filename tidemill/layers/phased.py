@@ -1,8 +1,10 @@
-"""Ranks that share layers by heads and columns (1D), and may compute a step of many tokens in another way: each rank some of its
-rows, with the parts of the weights that all ranks have, where those lie in shared memory.
+"""Ranks that share layers by heads and columns (1D), and may compute a step of many tokens in
+another way: each rank some of its rows, with the parts of the weights that all ranks have, where
+those lie in shared memory.
 
-A row then goes through the parts of rank 0, of rank 1 and so on, and what they give is added in the order of ranks: the sums of
-the 1D layout, bit for bit. So every step may be computed in the way that is faster for it.
+A row then goes through the parts of rank 0, of rank 1 and so on, and what they give is added in the
+order of ranks: the sums of the 1D layout, bit for bit. So every step may be computed in the way
+that is faster for it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class AllRanks:
     """A linear of which ranks have parts, computed with all of them."""
 
     def __init__(self, matrices: Sequence[PlacedMatrix], act: str, adds_up: bool) -> None:
-        """`act`: of a gated linear. `adds_up`: ranks have some of the inputs each; else some of the outputs, which lie here one
-        rank's after the other's."""
+        """`act`: of a gated linear. `adds_up`: ranks have some of the inputs each; else some of the
+        outputs, which lie here one rank's after the other's."""
         self._matrices, self._act, self._adds_up = matrices, act, adds_up
 
     def __call__(self, x_RK: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The places of many units of weights, such as experts, in few slots of memory.
 
-Units that are used often stay. The others share a few transient slots, as many as were needed at once: so units that are used
-equally often, each in its turn, do not push each other out before their turn comes again. One in a transient slot that is used
-clearly more often than one that stays changes places with it. As in kernels/native/stream.c, which reads from disk.
+Units that are used often stay. The others share a few transient slots, as many as were needed at
+once: so units that are used equally often, each in its turn, do not push each other out before
+their turn comes again. One in a transient slot that is used clearly more often than one that stays
+changes places with it. As in kernels/native/stream.c, which reads from disk.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_HALVE_AFTER = 64  # uses of a unit, on average, after which all counts are halved: what was hot long ago may cool down
+# uses of a unit, on average, after which all counts are halved: what was hot long ago may cool down
+_HALVE_AFTER = 64
 _FEW_CANDIDATES = 4
-_GUESSES, _PAUSE = 128, 1024  # after so many guesses, less than half of them right, there are none for so many requests
+# after so many guesses, less than half of them right, there are none for so many requests
+_GUESSES, _PAUSE = 128, 1024
 
 
 class Places:
@@ -22,17 +25,20 @@ class Places:
         self.in_slot = np.full(num_slots, -1, np.int32)  # the unit that is there, or on its way
         self._uses, self._used_at = np.zeros(num_units, np.int64), np.full(num_units, -1, np.int64)
         self._most_missed = 0  # by one request
-        self._num_guessed = self._num_right = self._pause_until = 0  # since guesses were last judged
+        # since guesses were last judged
+        self._num_guessed = self._num_right = self._pause_until = 0
         self._foreseen: set[int] = set()  # brought ahead of use, and not used since
         self._transients: list[int] = []
         self._number_of: dict[int, int] = {}  # of a transient slot, among them
         self._next = self._hand = self._num_filled = self._num_requests = self._num_uses = 0
-        self.num_asked = self.num_missed = 0  # units that were used, and those of them that were in no slot
-        self.num_read = self.num_foreseen = 0  # that were brought, and those of them that were brought ahead, and used
+        # units that were used, and those of them that were in no slot
+        self.num_asked = self.num_missed = 0
+        # that were brought, and those of them that were brought ahead, and used
+        self.num_read = self.num_foreseen = 0
 
     def need(self, units: Sequence[int]) -> list[int]:
-        """These units are used now, all at once. Returns those that must be brought to where they are from now on. There must be
-        a slot for each."""
+        """These units are used now, all at once. Returns those that must be brought to where they
+        are from now on. There must be a slot for each."""
         self._num_requests += 1
         self.num_asked += len(units)
         self._used_at[units] = self._num_requests
@@ -55,8 +61,9 @@ class Places:
         return missing
 
     def ahead(self, units: Sequence[int]) -> list[int]:
-        """These units may be used next. Returns those that are to be brought, as far as there are slots that are not in use: for
-        guesses, there may be twice as many transient slots as were needed, but no more than half of all."""
+        """These units may be used next. Returns those that are to be brought, as far as there are
+        slots that are not in use: for guesses, there may be twice as many transient slots as were
+        needed, but no more than half of all."""
         if not self._guesses_well():
             return []
         self._used_at[units] = self._num_requests
@@ -99,8 +106,8 @@ class Places:
         return bool(self._used_at[self.in_slot[slot]] != self._num_requests)
 
     def _find_slot(self, most_transients: int) -> int | None:
-        """Finds a slot for a unit that is in none; None: all are in use, or stay. One that stays makes room while there are fewer
-        transient slots than so many."""
+        """Finds a slot for a unit that is in none; None: all are in use, or stay. One that stays
+        makes room while there are fewer transient slots than so many."""
         if self._num_filled < len(self.in_slot):
             self._num_filled += 1
             return self._num_filled - 1

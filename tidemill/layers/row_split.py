@@ -1,5 +1,5 @@
-"""Ranks that compute different rows of a step with whole weights. Attention needs all rows, and has some heads on each rank: so
-before it, rows are exchanged for heads, and heads for rows after it."""
+"""Ranks that compute different rows of a step with whole weights. Attention needs all rows, and has
+some heads on each rank: so before it, rows are exchanged for heads, and heads for rows after it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tidemill.types.model_config import ModelConfig
 
 
 class RowSplit:
-    """The split of the rows of any step: those of this rank, and what it exchanges with others. `config`: of the whole model,
-    whose layers all have attention with the same heads. `by_rank`: q, k and v of a row are those of rank 0, then those of rank 1,
-    and so on, as parts of weights give them; else q of all heads, then k, then v."""
+    """The split of the rows of any step: those of this rank, and what it exchanges with others.
+    `config`: of the whole model, whose layers all have attention with the same heads. `by_rank`: q,
+    k and v of a row are those of rank 0, then those of rank 1, and so on, as parts of weights give
+    them; else q of all heads, then k, then v."""
 
     def __init__(self, config: ModelConfig, group: Group, by_rank: bool = False) -> None:
         self._group, self._shard = group, Shard(group.rank, group.size)
@@ -50,7 +51,9 @@ class RowSplit:
             self._by_kernel = (
                 Exchange(group.address, group.rank, runs, self._widths, width),
                 Exchange(group.address, group.rank, runs, self._widths, sum(self._widths)),
-                Exchange(group.address, group.rank, [(0, config.hidden_size)], sizes, config.hidden_size),
+                Exchange(
+                    group.address, group.rank, [(0, config.hidden_size)], sizes, config.hidden_size
+                ),
             )
 
     def own(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -69,7 +72,10 @@ class RowSplit:
         """From own rows of all heads to all rows of own heads."""
         if self._by_kernel is not None:
             return self._to_columns(self._by_kernel[0], qkv_RC, num_rows)
-        parts = [torch.cat([qkv_RC[:, first : first + num] for first, num in runs], 1).reshape(-1, 1) for runs in self._runs]
+        parts = [
+            torch.cat([qkv_RC[:, first : first + num] for first, num in runs], 1).reshape(-1, 1)
+            for runs in self._runs
+        ]
         width = sum(num for _, num in self._runs[self._shard.rank])
         came = self._group.all_to_all(parts, [len(rows) * width for rows in self._rows(num_rows)])
         return torch.cat([part.view(-1, width) for part in came])
@@ -78,14 +84,18 @@ class RowSplit:
         """From all rows of own heads to own rows of all heads."""
         if self._by_kernel is not None:
             assert native.lib is not None
-            failed, made = native.lib.to_rows(self._by_kernel[1], x_TC, self._shard.rank, self._shard.size)
+            failed, made = native.lib.to_rows(
+                self._by_kernel[1], x_TC, self._shard.rank, self._shard.size
+            )
             native.check_group(failed)
             return made
         rows = self._rows(x_TC.shape[0])
         own = len(rows[self._shard.rank])
         parts = [x_TC[one.start : one.stop].reshape(-1, 1) for one in rows]
         came = self._group.all_to_all(parts, [own * width for width in self._widths])
-        return torch.cat([part.view(own, width) for part, width in zip(came, self._widths, strict=True)], 1)
+        return torch.cat(
+            [part.view(own, width) for part, width in zip(came, self._widths, strict=True)], 1
+        )
 
     def _to_columns(self, exchange: Exchange, x_RN: torch.Tensor, num_rows: int) -> torch.Tensor:
         assert native.lib is not None
@@ -114,10 +124,13 @@ class RowStep:
 
     def attend(self, layer: int, qkv_RC: torch.Tensor, learned: HeadWeights) -> torch.Tensor:
         qkv_TC = self.split.to_heads(qkv_RC.contiguous(), self.num_rows)
-        return self.split.to_rows(self.whole.attend(layer, qkv_TC, self.split.own_heads(layer, learned)))
+        return self.split.to_rows(
+            self.whole.attend(layer, qkv_TC, self.split.own_heads(layer, learned))
+        )
 
 
 def can_split(config: ModelConfig) -> bool:
-    """Tells if rows have nothing but attention to do with each other, which is the same in all layers."""
+    """Tells if rows have nothing but attention to do with each other, which is the same in all
+    layers."""
     is_same = config.has_equal_parts and all(spec.reads is None for spec in config.layers)
     return is_same and all(spec.num_exchanged for spec in config.layers)

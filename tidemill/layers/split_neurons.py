@@ -1,8 +1,9 @@
-"""Feed-forwards with ReLUs that do not fit in a GPU's memory: the neurons that are used most often are there, the others in host
-memory, where the CPU computes those that are not zero (PowerInfer).
+"""Feed-forwards with ReLUs that do not fit in a GPU's memory: the neurons that are used most often
+are there, the others in host memory, where the CPU computes those that are not zero (PowerInfer).
 
-Which is which is settled before the first step and never changes, so a token's sum is always made of the same two parts: hot
-neurons in the order of the GPU's matmul, cold ones in their own, then one addition.
+Which is which is settled before the first step and never changes, so a token's sum is always made
+of the same two parts: hot neurons in the order of the GPU's matmul, cold ones in their own, then
+one addition.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class SplitNeurons:
 
 
 class _Parts:
-    """The parts of one feed-forward while it is read: the methods of its two layers, and what they keep of the cold neurons."""
+    """The parts of one feed-forward while it is read: the methods of its two layers, and what they
+    keep of the cold neurons."""
 
     def __init__(self, module: GatedMLP, hot: torch.Tensor, gates_on_gpu: bool) -> None:
         self.module, self.hot, self._gates_on_gpu = module, hot, gates_on_gpu
@@ -64,7 +66,9 @@ class _Parts:
         assert self.down is not None
         (gate, up, bias, act), down = self.first, self.down
         self.first = self.down = None
-        gate_bias, up_bias = (None, None) if bias is None else (part.float().contiguous() for part in bias.chunk(2))
+        gate_bias, up_bias = (
+            (None, None) if bias is None else (part.float().contiguous() for part in bias.chunk(2))
+        )
         on_host = None if self._gates_on_gpu else (gate.cpu(), gate_bias)
         cold = GivenNeurons(up, down, act, up_bias, on_host)
         return SplitNeurons(cold, cold.gate or self._inner.join([gate], gate_bias))
@@ -80,10 +84,13 @@ class _GateUp(_Part):
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         raise AssertionError("a gated layer")
 
-    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str) -> Weight:
+    def join_gated(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str
+    ) -> Weight:
         hot, cold = (one.to(gate.device) for one in (self._parts.hot, self._parts.cold))
         of_hot, of_cold = (
-            None if bias is None else bias.view(2, -1)[:, one].flatten() for one in (self._parts.hot, self._parts.cold)
+            None if bias is None else bias.view(2, -1)[:, one].flatten()
+            for one in (self._parts.hot, self._parts.cold)
         )
         self._parts.first = gate[cold], up[cold].cpu(), of_cold, act
         return self._inner.join_gated(gate[hot], up[hot], of_hot, act)
@@ -98,7 +105,8 @@ class _Down(_Part):
 
 
 class NeuronSplit(Streaming):
-    """`hot`: of each layer, the numbers of its neurons on the GPU, in order. `gates_on_gpu`: so are the gates of the others."""
+    """`hot`: of each layer, the numbers of its neurons on the GPU, in order. `gates_on_gpu`: so are
+    the gates of the others."""
 
     def __init__(self, budget: int, hot: list[torch.Tensor], gates_on_gpu: bool) -> None:
         super().__init__(budget)
@@ -109,14 +117,18 @@ class NeuronSplit(Streaming):
 
     @property
     def is_in_use(self) -> bool:
-        """No layer waits for weights: the exchange with the host is a part of the step like any other."""
+        """No layer waits for weights: the exchange with the host is a part of the step like any
+        other."""
         return False
 
     def attach(self, blocks: nn.ModuleList) -> None:
         for block, hot in zip(blocks, self._hot, strict=True):
             found = [module for module in block.modules() if type(module) is GatedMLP]
             if len(found) != 1:
-                raise ConfigError("hot_neurons needs layers with a plain gated feed-forward.", fix="Leave --hot-neurons out.")
+                raise ConfigError(
+                    "hot_neurons needs layers with a plain gated feed-forward.",
+                    fix="Leave --hot-neurons out.",
+                )
             self._parts.append(_Parts(found[0], hot, self._gates_on_gpu))
 
     @torch.inference_mode()
@@ -126,7 +138,9 @@ class NeuronSplit(Streaming):
             self.layers.append(split)
         self._parts = []
         gates = [one.gate for one in self.layers] if self._gates_on_gpu else []
-        self.held_bytes = resident_bytes(model) + sum(one.nbytes for gate in gates for one in tensors_of(gate))
+        self.held_bytes = resident_bytes(model) + sum(
+            one.nbytes for gate in gates for one in tensors_of(gate)
+        )
         self.streamed_bytes = sum(one.cold.num_bytes for one in self.layers)
         if next(model.parameters()).is_cuda:
             from tidemill.kernels.cuda.host_neurons import HostExchange

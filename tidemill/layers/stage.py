@@ -15,7 +15,9 @@ class StageBlocks(nn.ModuleList):
     """The blocks of a stage. They keep their numbers; a forward pass has only them."""
 
     def __init__(self, blocks: nn.ModuleList, stage: Stage) -> None:
-        super().__init__(block if number in stage else nn.Identity() for number, block in enumerate(blocks))
+        super().__init__(
+            block if number in stage else nn.Identity() for number, block in enumerate(blocks)
+        )
         self._stage = stage
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -23,7 +25,8 @@ class StageBlocks(nn.ModuleList):
 
 
 class ResidualSum(nn.Identity):
-    """The place of the last norm in a stage that is not the last: the sum goes on to the next stage."""
+    """The place of the last norm in a stage that is not the last: the sum goes on to the next
+    stage."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""Models whose weights do not fit in memory: layers are read from disk ahead of their use, experts as routers choose them.
+"""Models whose weights do not fit in memory: layers are read from disk ahead of their use, experts
+as routers choose them.
 
-Tables, norms and biases stay in memory. Of layers without experts, those that fit stay as well, spread evenly, and the others
-share slots of memory, three if possible: one is computed with while the next ones are read. Of a model with experts, everything
-but the experts stays; those that are used most often stay in slots.
+Tables, norms and biases stay in memory. Of layers without experts, those that fit stay as well,
+spread evenly, and the others share slots of memory, three if possible: one is computed with while
+the next ones are read. Of a model with experts, everything but the experts stays; those that are
+used most often stay in slots.
 """
 
 from __future__ import annotations
@@ -54,19 +56,21 @@ def evenly(num: int, of: int) -> list[int]:
 
 
 def slots_in_turn(num_layers: int, num_slots: int) -> list[int]:
-    """Slots of layers that come in turns, again and again: in runs of all slots, or of all but one, so that any `num_slots` - 1
-    layers that follow each other have different ones."""
+    """Slots of layers that come in turns, again and again: in runs of all slots, or of all but one,
+    so that any `num_slots` - 1 layers that follow each other have different ones."""
     num_short = -num_layers % num_slots
     while num_layers - num_short * (num_slots - 1) < 0:  # of few layers, shorter runs
         num_slots -= 1
         num_short = -num_layers % num_slots
     num_long = (num_layers - num_short * (num_slots - 1)) // num_slots
-    return [slot for run in [num_slots] * num_long + [num_slots - 1] * num_short for slot in range(run)]
+    return [
+        slot for run in [num_slots] * num_long + [num_slots - 1] * num_short for slot in range(run)
+    ]
 
 
 def plan_layers(sizes: Sequence[int], budget: int) -> LayerPlan | None:
-    """Plans which layers are streamed: as few as possible. `sizes`: bytes of each layer. None: not even all of them
-    streamed would fit."""
+    """Plans which layers are streamed: as few as possible. `sizes`: bytes of each layer. None: not
+    even all of them streamed would fit."""
     if sum(sizes) <= budget:
         return LayerPlan((), (), 0)
     for num_slots in range(_MOST_SLOTS, _FEWEST_SLOTS - 1, -1):
@@ -82,10 +86,15 @@ class Stream:
     """Units of a file, each of some items, and slots of memory that they are read into."""
 
     def __init__(
-        self, file: WeightFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
+        self,
+        file: WeightFile,
+        pieces: np.ndarray,
+        firsts: Sequence[int],
+        num_slots: int,
+        slot_of: Sequence[int] = (),
     ) -> None:
-        """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each unit, and the number of all.
-        `slot_of`: of each unit; empty: any."""
+        """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each
+        unit, and the number of all. `slot_of`: of each unit; empty: any."""
         assert native.lib is not None
         self._lib, self._file = native.lib, file
         self.slot_bytes = int((pieces[:, 1] + pieces[:, 2]).max())
@@ -107,18 +116,35 @@ class Stream:
         self.address = self._lib.open_stream(spec, _NUM_READERS)
         # What the stream reads from and writes to must outlive it.
         self.close = weakref.finalize(
-            self, _close, os.getpid(), self._lib, self.address, file, self._slots, self._pieces, self._firsts, self._slot_of
+            self,
+            _close,
+            os.getpid(),
+            self._lib,
+            self.address,
+            file,
+            self._slots,
+            self._pieces,
+            self._firsts,
+            self._slot_of,
         )
 
     @classmethod
-    def of_items(cls, file: PreparedFile, units: Sequence[Sequence[Item]], num_slots: int, slot_of: Sequence[int] = ()) -> Stream:
+    def of_items(
+        cls,
+        file: PreparedFile,
+        units: Sequence[Sequence[Item]],
+        num_slots: int,
+        slot_of: Sequence[int] = (),
+    ) -> Stream:
         """Units of some items each."""
         pieces, firsts = list[tuple[int, int, int]](), [0]
         for unit in units:
             place = 0
             for item in unit:
                 for start in range(0, item.num_bytes, _PIECE):
-                    pieces.append((item.offset + start, min(_PIECE, item.num_bytes - start), place + start))
+                    pieces.append(
+                        (item.offset + start, min(_PIECE, item.num_bytes - start), place + start)
+                    )
                 place += item.num_bytes
             firsts.append(len(pieces))
         return cls(file, np.array(pieces), firsts, num_slots, slot_of)
@@ -139,7 +165,9 @@ class Stream:
         self._lib.stream_layer(self.address, layer)
 
 
-def _close(process: int, lib: native.Library, address: int, file: WeightFile, *kept: object) -> None:
+def _close(
+    process: int, lib: native.Library, address: int, file: WeightFile, *kept: object
+) -> None:
     if process == os.getpid():  # a forked child has none of the threads that read
         lib.close_stream(address)
         file.close()
@@ -168,7 +196,8 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
-        self.stream: Stream | None = None  # None: all is in memory after all, or other streams than those of the C library
+        # None: all is in memory after all, or other streams than those of the C library
+        self.stream: Stream | None = None
         self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @property
@@ -177,7 +206,8 @@ class Streaming(ABC):
         return self.streamed_bytes > 0
 
     def see_live(self, live: torch.Tensor) -> None:
-        """On a GPU, before the first step: where it will be said how many of a step's tokens do not only fill it up, [1]."""
+        """On a GPU, before the first step: where it will be said how many of a step's tokens do not
+        only fill it up, [1]."""
         return
 
     @abstractmethod
@@ -197,12 +227,16 @@ class Streaming(ABC):
         if self.stream is None:
             return Reads(0, 0.0, 0, 0)
         now = self.stream.figures
-        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
+        return Reads(
+            now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen
+        )
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
         if plan is None:
-            raise self.too_small(_FEWEST_SLOTS * max(sizes), f"{_FEWEST_SLOTS} layers of {fmt_bytes(max(sizes))}")
+            raise self.too_small(
+                _FEWEST_SLOTS * max(sizes), f"{_FEWEST_SLOTS} layers of {fmt_bytes(max(sizes))}"
+            )
         return plan
 
     def too_small(self, num_bytes: int, what: str) -> ConfigError:
@@ -219,7 +253,8 @@ class DiskStreaming(Streaming):
     """From a file of prepared weights, on a CPU."""
 
     def __init__(self, budget: int, store: Store, by_neuron: bool = False) -> None:
-        """`by_neuron`: feed-forwards with a ReLU, of which those neurons are read that are not zero; all else stays in memory."""
+        """`by_neuron`: feed-forwards with a ReLU, of which those neurons are read that are not
+        zero; all else stays in memory."""
         super().__init__(budget)
         self.store, self._by_neuron = store, by_neuron
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
@@ -229,7 +264,9 @@ class DiskStreaming(Streaming):
         if self._by_neuron:
             for path, module in blocks.named_modules():
                 if isinstance(module, GatedMLP):
-                    neurons = StreamedNeurons(module.gate_up.method, module.down.method, self.store, path)
+                    neurons = StreamedNeurons(
+                        module.gate_up.method, module.down.method, self.store, path
+                    )
                     module.gate_up.method, module.down.method = neurons.gate_up, neurons.down
                     self._neurons.append((module, neurons))
             return
@@ -244,14 +281,19 @@ class DiskStreaming(Streaming):
         if self._by_neuron:
             self._stream_neurons(file)
         elif any(isinstance(module, Experts) for module in blocks.modules()):
-            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, MoE)])
+            self._stream_experts(
+                file, [module for module in blocks.modules() if isinstance(module, MoE)]
+            )
         else:
             self._stream_layers(file, blocks)
 
     # ---- layers
 
     def _stream_layers(self, file: PreparedFile, blocks: nn.ModuleList) -> None:
-        items = [[file.items[_method_of(linear).name] for linear in _streamed_linears(block)] for block in blocks]
+        items = [
+            [file.items[_method_of(linear).name] for linear in _streamed_linears(block)]
+            for block in blocks
+        ]
         sizes = [size_of(one) for one in items]
         plan = self.plan(sizes)
         if plan.streamed:
@@ -263,8 +305,14 @@ class DiskStreaming(Streaming):
             if layer in plan.streamed:
                 assert self.stream is not None
                 number = plan.streamed.index(layer)
-                _place(block, items[layer], self.stream.base + plan.slots[number] * self.stream.slot_bytes)
-                block.register_forward_pre_hook(lambda *_, number=number, stream=self.stream: stream.wait(number))
+                _place(
+                    block,
+                    items[layer],
+                    self.stream.base + plan.slots[number] * self.stream.slot_bytes,
+                )
+                block.register_forward_pre_hook(
+                    lambda *_, number=number, stream=self.stream: stream.wait(number)
+                )
                 continue
             kept = memory(sizes[layer])
             first = 0
@@ -280,12 +328,20 @@ class DiskStreaming(Streaming):
 
     def _stream_experts(self, file: PreparedFile, modules: list[MoE]) -> None:
         layers = [module.experts for module in modules]
-        names = [[_method_of(layer).expert(number) for number in range(layer.num_experts)] for layer in layers]
+        names = [
+            [_method_of(layer).expert(number) for number in range(layer.num_experts)]
+            for layer in layers
+        ]
         items = [file.items[name] for of_layer in names for name in of_layer]
-        largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
+        largest, most = (
+            max(item.num_bytes for item in items),
+            max(layer.num_experts for layer in layers),
+        )
         num_slots = min(len(items), (self.budget - self.fixed_bytes) // largest)
         if num_slots < most:
-            raise self.too_small(most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each")
+            raise self.too_small(
+                most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each"
+            )
         file.verify(items)
         self.stream = Stream.of_items(file, [[item] for item in items], num_slots)
         self.streamed_bytes = size_of(items) - min(size_of(items), self.stream.num_bytes)
@@ -305,16 +361,25 @@ class DiskStreaming(Streaming):
     def _stream_neurons(self, file: PreparedFile) -> None:
         items = [file.items[neurons.name] for _, neurons in self._neurons]
         layers = [neurons.weights() for _, neurons in self._neurons]
-        largest, most = max(one.layout.num_bytes for one in layers), max(one.layout.num_inner for one in layers)
+        largest, most = (
+            max(one.layout.num_bytes for one in layers),
+            max(one.layout.num_inner for one in layers),
+        )
         nums = [one.layout.num_inner for one in layers]
         num_slots = min(sum(nums), (self.budget - self.fixed_bytes) // largest)
         if num_slots < most:
-            raise self.too_small(most * largest, f"all {most} neurons of a layer, {fmt_bytes(largest)} each")
+            raise self.too_small(
+                most * largest, f"all {most} neurons of a layer, {fmt_bytes(largest)} each"
+            )
         file.verify(items)
         pieces = [
-            np.stack([item.offset + np.arange(num) * size, np.full(num, size), np.zeros(num, np.int64)], axis=1)
+            np.stack(
+                [item.offset + np.arange(num) * size, np.full(num, size), np.zeros(num, np.int64)],
+                axis=1,
+            )
             for item, num, size in (
-                (item, one.layout.num_inner, one.layout.num_bytes) for item, one in zip(items, layers, strict=True)
+                (item, one.layout.num_inner, one.layout.num_bytes)
+                for item, one in zip(items, layers, strict=True)
             )
         ]
         self.stream = Stream(file, np.concatenate(pieces), range(sum(nums) + 1), num_slots)
@@ -333,7 +398,11 @@ def _method_of(layer: Linear | Experts) -> Streamed:
 
 
 def _streamed_linears(block: nn.Module) -> list[Linear]:
-    return [module for module in block.modules() if isinstance(module, Linear) and isinstance(module.method, Streamed)]
+    return [
+        module
+        for module in block.modules()
+        if isinstance(module, Linear) and isinstance(module.method, Streamed)
+    ]
 
 
 def _place(block: nn.Module, items: Sequence[Item], address: int) -> None:
@@ -347,10 +416,17 @@ def _place(block: nn.Module, items: Sequence[Item], address: int) -> None:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """The bytes of the weights that stay in memory: tables, norms, and matrices that are not streamed."""
+    """The bytes of the weights that stay in memory: tables, norms, and matrices that are not
+    streamed."""
     held = [one for one in (*model.parameters(), *model.buffers()) if one.device.type != "meta"]
     for module in model.modules():
-        held += tensors_of(module.weight if isinstance(module, Linear) else module.weights if isinstance(module, Experts) else ())
+        held += tensors_of(
+            module.weight
+            if isinstance(module, Linear)
+            else module.weights
+            if isinstance(module, Experts)
+            else ()
+        )
     return sum(one.nbytes for one in held)
 
 
@@ -362,4 +438,8 @@ def tensors_of(held: object) -> list[torch.Tensor]:
         held = list(vars(held).values())
     elif is_dataclass(held) and not isinstance(held, type):
         held = [getattr(held, one.name) for one in fields(held)]
-    return [tensor for part in held for tensor in tensors_of(part)] if isinstance(held, list | tuple) else []
+    return (
+        [tensor for part in held for tensor in tensors_of(part)]
+        if isinstance(held, list | tuple)
+        else []
+    )

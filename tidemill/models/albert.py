@@ -33,7 +33,11 @@ class Albert(Bert):
         ("blocks.{}.mlp.down", "down", f"{_LAYER}.ffn_output", ""),
         ("blocks.{}.mlp_norm", "weight", f"{_LAYER}.full_layer_layer_norm", ""),
     ]
-    IGNORED: ClassVar[tuple[str, ...]] = (*Bert.IGNORED, r"(albert\.)?pooler\.(weight|bias)", r"(predictions|sop_classifier)\..*")
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        *Bert.IGNORED,
+        r"(albert\.)?pooler\.(weight|bias)",
+        r"(predictions|sop_classifier)\..*",
+    )
     KEYS: ClassVar = {
         **Bert.KEYS, "vocab_size": 30000, "embedding_size": 128, "hidden_size": 4096,
         "num_hidden_groups": 1, "inner_group_num": 1, "num_attention_heads": 64,
@@ -43,10 +47,15 @@ class Albert(Bert):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(replace(config, layers=config.layers[: config.num_own_layers]), weights)
         self.config = self.whole = config
-        self.project = Linear(config.embedding_size, {"project": config.hidden_size}, bias=True, weights=weights)
+        self.project = Linear(
+            config.embedding_size, {"project": config.hidden_size}, bias=True, weights=weights
+        )
 
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        x_TH, repeats = self.project(self.embed_norm(residual_TH)), self.config.num_layers // self.config.num_own_layers
+        x_TH, repeats = (
+            self.project(self.embed_norm(residual_TH)),
+            self.config.num_layers // self.config.num_own_layers,
+        )
         for block in self.blocks:
             for _ in range(repeats):
                 x_TH = block(x_TH, step)
@@ -54,7 +63,10 @@ class Albert(Bert):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
-        config, groups = super().of_settings(settings, checkpoint, source), settings["num_hidden_groups"]
+        config, groups = (
+            super().of_settings(settings, checkpoint, source),
+            settings["num_hidden_groups"],
+        )
         if settings["inner_group_num"] != 1 or groups < 1 or config.num_layers % groups:
             raise CheckpointError(
                 f"{source}: {config.num_layers} layers in {groups} groups of {settings['inner_group_num']} are not supported.",
@@ -64,5 +76,8 @@ class Albert(Bert):
 
 
 class AlbertCrossEncoder(Albert, BertCrossEncoder):
-    HEAD: ClassVar = [("dense", "dense", "albert.pooler", ""), ("labels", "labels", "classifier", "")]
+    HEAD: ClassVar = [
+        ("dense", "dense", "albert.pooler", ""),
+        ("labels", "labels", "classifier", ""),
+    ]
     IGNORED: ClassVar = BertCrossEncoder.IGNORED

@@ -1,4 +1,5 @@
-"""Model: what a runner needs of a model, and how any is loaded from a checkpoint. CausalLM: one that generates text."""
+"""Model: what a runner needs of a model, and how any is loaded from a checkpoint. CausalLM: one
+that generates text."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import View, cut, joined
 
 _INTEGERS = frozenset({"I64", "BOOL"})  # stored types of what is no weight, like position ids
-_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq",)  # computed from the configuration; older files have them
+# computed from the configuration; older files have them
+_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq",)
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio|image|multi_modal|mm_projector|language_model)")
 _TOWER_FIX = "It is of a model that sees or hears, too: take a checkpoint of its text model, with its text_config as config.json."
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
@@ -48,12 +50,15 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 class Model(nn.Module, ABC):
     """Built on the meta device, then loaded tensor by tensor."""
 
-    # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in
-    # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
-    # A tensor that several lines name is cut by rows, in their order; or each takes the rows of its `row_order`.
+    # One line per part of a layer: our layer, its part, and the stored tensor's name in each
+    # format. {} is the layer's number; in a part, and a second time in names, an expert's.
+    # ".weight" or ".bias" is added to names unless they begin with "=". A tensor that several lines
+    # name is cut by rows, in their order; or each takes the rows of its `row_order`.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
-    PREFIXES: ClassVar[tuple[str, ...]] = ("",)  # how names begin in files of Hugging Face: here like the first
-    IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
+    # how names begin in files of Hugging Face: here like the first
+    PREFIXES: ClassVar[tuple[str, ...]] = ("",)
+    # stored tensors that are derived and need not be read (patterns)
+    IGNORED: ClassVar[tuple[str, ...]] = ()
 
     blocks: nn.ModuleList
 
@@ -61,48 +66,64 @@ class Model(nn.Module, ABC):
         """`weights`: how linears store theirs."""
         super().__init__()
         self.whole, self.weight_plan = config, weights
-        self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
+        # of the part that is here
+        self.config = part_config(config, weights.part, weights.expert_parallel)
         self._rotations = [
-            rotation for rotation in dict.fromkeys(spec.rotation for spec in config.layers) if rotation is not None
+            rotation
+            for rotation in dict.fromkeys(spec.rotation for spec in config.layers)
+            if rotation is not None
         ]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.labels: Labels | None = None
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
         self.streaming: Streaming | None = None  # if not all weights are in memory
-        self._taken: dict[int, np.ndarray] = {}  # by layer: the experts' tokens when they were last asked for
+        # by layer: the experts' tokens when they were last asked for
+        self._taken: dict[int, np.ndarray] = {}
 
     @classmethod
     @abstractmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states that the first layer starts from, [T, H]. `types_T`: of the texts of pairs; None: all 0."""
+    def embed_at(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The hidden states that the first layer starts from, [T, H]. `types_T`: of the texts of
+        pairs; None: all 0."""
 
     @abstractmethod
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
+        """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last
+        norm."""
 
     @property
     def can_enter(self) -> bool:
-        """Tells if `enter` and `finish` are there. What they have in common with `forward` has the same bits."""
+        """Tells if `enter` and `finish` are there. What they have in common with `forward` has the
+        same bits."""
         return False
 
     def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
-        """`forward` without what only hidden states need: all layers but the last, and of that keys and values. Returns what it
-        starts from, [T, H]."""
+        """`forward` without what only hidden states need: all layers but the last, and of that keys
+        and values. Returns what it starts from, [T, H]."""
         raise NotImplementedError
 
     def finish(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """The last layer, for tokens of which `enter` returned these rows: hidden states after the last norm."""
+        """The last layer, for tokens of which `enter` returned these rows: hidden states after the
+        last norm."""
         raise NotImplementedError
 
     def one_layer_of_each_kind(self) -> Self:
-        """A part of the model whose forward pass uses every kernel of the whole, at a fraction of its time; also if the last
-        layer is not computed."""
-        own = [layer for layer in range(len(self.blocks)) if not isinstance(self.blocks[layer], nn.Identity)]
-        kinds = {(self.config.layers[layer], self.config.moe(layer)): layer for layer in reversed(own)}
+        """A part of the model whose forward pass uses every kernel of the whole, at a fraction of
+        its time; also if the last layer is not computed."""
+        own = [
+            layer
+            for layer in range(len(self.blocks))
+            if not isinstance(self.blocks[layer], nn.Identity)
+        ]
+        kinds = {
+            (self.config.layers[layer], self.config.moe(layer)): layer for layer in reversed(own)
+        }
         firsts = sorted(kinds.values())
         return self.only(dict.fromkeys([*firsts, own[-1]] if self.can_enter else firsts))
 
@@ -112,9 +133,11 @@ class Model(nn.Module, ABC):
         part.__dict__["_modules"] = self._modules | {"blocks": blocks}
         return part
 
-    def angles(self, num_positions: int, device: torch.device | None = None, longest: int = 0) -> list[Angles | None]:
-        """Each layer's cosines and sines; None where nothing is rotated. `longest`: a sequence whose cache holds fewer tokens, if
-        that is more than the context."""
+    def angles(
+        self, num_positions: int, device: torch.device | None = None, longest: int = 0
+    ) -> list[Angles | None]:
+        """Each layer's cosines and sines; None where nothing is rotated. `longest`: a sequence
+        whose cache holds fewer tokens, if that is more than the context."""
         tables: dict[Rotation | None, Angles | None] = {None: None}
         for rotation, rope in zip(self._rotations, self.ropes, strict=True):
             assert isinstance(rope, Rope)
@@ -122,19 +145,21 @@ class Model(nn.Module, ABC):
         return [tables[spec.rotation] for spec in self.config.layers]
 
     def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:
-        """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's position less the query's, from
-        1 - num_positions on."""
+        """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's
+        position less the query's, from 1 - num_positions on."""
         return [None] * len(self.config.token_layers)
 
     def pool(self, hidden_TH: torch.Tensor, kind: str) -> torch.Tensor:
-        """The pooling of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden
-        state, or (none) each token's, one after the other."""
+        """The pooling of some tokens of a sequence, in float64: the sum for a mean, scores, the
+        last's or the first's hidden state, or (none) each token's, one after the other."""
         if kind == "score":
             one_SH = hidden_TH[-1:] if self.config.pooler is None else hidden_TH[:1]
             return self.scores(one_SH.contiguous())[0]
         if kind == "none":
             return hidden_TH.double().flatten()
-        states = hidden_TH if kind == "mean" else hidden_TH[-1:] if kind == "last" else hidden_TH[:1]
+        states = (
+            hidden_TH if kind == "mean" else hidden_TH[-1:] if kind == "last" else hidden_TH[:1]
+        )
         return states.double().sum(0)
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
@@ -148,8 +173,8 @@ class Model(nn.Module, ABC):
             weight.compile(nums_rows)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
-        """Before the first step: matmuls will have these numbers of rows. A head's, an embedding's or a router's are not among
-        them."""
+        """Before the first step: matmuls will have these numbers of rows. A head's, an embedding's
+        or a router's are not among them."""
         for weight in self._weights():
             weight.prepare(nums_rows)
 
@@ -157,17 +182,22 @@ class Model(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Experts):
                 yield module.weights
-            elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router | Labels):
+            elif isinstance(module, Linear) and not isinstance(
+                module, Embedding | Head | Router | Labels
+            ):
                 yield module.weight
 
     def lora_places(self) -> dict[str, LoraPlace]:
-        """The places that an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
+        """The places that an adapter may change: the stored matrices of linear layers, by their
+        Hugging Face names."""
         made = {}
         for name, places in self._targets("hf").items():
             linears = [
                 (layer, part)
                 for layer, part in places
-                if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head | Router | Labels) and part in layer.outs
+                if isinstance(layer, Linear)
+                and not isinstance(layer, Embedding | Head | Router | Labels)
+                and part in layer.outs
             ]
             if linears:
                 made[name.removesuffix(".weight")] = self._lora_place(name, linears)
@@ -183,11 +213,15 @@ class Model(nn.Module, ABC):
             parts.append((linear, part, order if stored is None else stored[order]))
             begin += num
         linear, part = linears[0]
-        takes_some = len(linears) > 1 and self.row_order("hf", part) is not None  # each has rows of the whole
-        return LoraPlace((linear.parts[part][0] if takes_some else begin, linear.shape_of(part)[1]), parts)
+        # each has rows of the whole
+        takes_some = len(linears) > 1 and self.row_order("hf", part) is not None
+        return LoraPlace(
+            (linear.parts[part][0] if takes_some else begin, linear.shape_of(part)[1]), parts
+        )
 
     def stored_rows(self, name: str) -> torch.Tensor | None:
-        """The order of the rows of a matrix in Hugging Face's files, by `as_named`; None: as they are."""
+        """The order of the rows of a matrix in Hugging Face's files, by `as_named`; None: as they
+        are."""
         return None
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
@@ -206,11 +240,13 @@ class Model(nn.Module, ABC):
         streaming: Streaming | None = None,
         sparsity: ContextualSparsity | None = None,
     ) -> Self:
-        """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
-        of the right shapes instead of the checkpoint's. `stage`: only these layers, and only their tensors are read. `streaming`:
-        for weights that do not fit in memory. `sparsity`: which neurons and heads are computed."""
+        """Stream the checkpoint into a model on the meta device; peak memory stays near the final
+        size. `random`: random weights of the right shapes instead of the checkpoint's. `stage`:
+        only these layers, and only their tensors are read. `streaming`: for weights that do not fit
+        in memory. `sparsity`: which neurons and heads are computed."""
         num_stored = sum(config.stored.values())
-        if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
+        # before layers are made for them
+        if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:
             raise CheckpointError(
                 f"{checkpoint.path}: the configuration describes {config.num_parameters} values, the tensors hold {num_stored}."
             )
@@ -231,8 +267,14 @@ class Model(nn.Module, ABC):
         num_ranks = weights.part.tables.size
         done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
-            stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
-            for tensor in stored if random else (model.as_named(tensor, checkpoint.format) for tensor in stored):
+            stored: Iterable[WeightTensor] = (
+                model._random_tensors(targets) if random else checkpoint.tensors()
+            )
+            for tensor in (
+                stored
+                if random
+                else (model.as_named(tensor, checkpoint.format) for tensor in stored)
+            ):
                 places = targets.get(tensor.name)
                 if places is None:
                     continue
@@ -256,13 +298,21 @@ class Model(nn.Module, ABC):
         model._let_norms_quantize()
         return model.eval()
 
-    def _check_layout(self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]) -> None:
-        """That all tensors are there and fit, before any is read. `others`: names that belong to other stages."""
-        ignored, found = [re.compile(pattern) for pattern in (*self.ignored, *_BUFFERS)], set[tuple[Layer, str]]()
+    def _check_layout(
+        self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]
+    ) -> None:
+        """That all tensors are there and fit, before any is read. `others`: names that belong to
+        other stages."""
+        ignored, found = (
+            [re.compile(pattern) for pattern in (*self.ignored, *_BUFFERS)],
+            set[tuple[Layer, str]](),
+        )
         for tensor in (self.as_named(tensor, checkpoint.format) for tensor in checkpoint.tensors()):
             places = targets.get(tensor.name)
             if places is None:
-                if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
+                if tensor.name not in others and not any(
+                    pattern.fullmatch(tensor.name) for pattern in ignored
+                ):
                     self._check_unused(checkpoint, tensor, targets.keys() | others)
                 continue
             pieces = cut(tensor, [layer.parts[part] for layer, part in places])
@@ -271,8 +321,11 @@ class Model(nn.Module, ABC):
                 found.add((layer, part))
         self._check_missing(checkpoint, targets, found)
 
-    def _check_unused(self, checkpoint: Checkpoint, tensor: WeightTensor, targets: Collection[str]) -> None:
-        """A stored tensor without use may be a bias of zeros, which some quantizers write, and nothing else."""
+    def _check_unused(
+        self, checkpoint: Checkpoint, tensor: WeightTensor, targets: Collection[str]
+    ) -> None:
+        """A stored tensor without use may be a bias of zeros, which some quantizers write, and
+        nothing else."""
         what = f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture}"
         layer = tensor.name.removesuffix(".bias")
         if layer == tensor.name or f"{layer}.weight" not in targets:
@@ -291,9 +344,13 @@ class Model(nn.Module, ABC):
         return []
 
     def _check_missing(
-        self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
+        self,
+        checkpoint: Checkpoint,
+        targets: dict[str, list[tuple[Layer, str]]],
+        found: set[tuple[Layer, str]],
     ) -> None:
-        """`found`: parts that are there, but not loaded. Experts may be stored in several ways, which only loading settles."""
+        """`found`: parts that are there, but not loaded. Experts may be stored in several ways,
+        which only loading settles."""
         stored_as: dict[tuple[Layer, str], str] = {}
         for name, places in targets.items():
             for place in places:
@@ -303,13 +360,22 @@ class Model(nn.Module, ABC):
                 continue
             missing = sorted(part for part in module.missing if (module, part) not in found)
             if missing:
-                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
-                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+                name = next(
+                    (stored_as[module, part] for part in missing if (module, part) in stored_as),
+                    missing[0],
+                )
+                raise CheckpointError(
+                    f"{checkpoint.path}: tensor {name} is missing.",
+                    fix="Is it the whole checkpoint?",
+                )
 
     def _let_norms_quantize(self) -> None:
         """A norm writes its result as the one linear behind it takes it."""
         for block in self.blocks:
-            for path, reader, behind in (("attn_norm", "attn", "qkv"), ("mlp_norm", "mlp", "gate_up")):
+            for path, reader, behind in (
+                ("attn_norm", "attn", "qkv"),
+                ("mlp_norm", "mlp", "gate_up"),
+            ):
                 modules = dict(block.named_modules())
                 norm, linear = modules.get(path), modules.get(f"{reader}.{behind}")
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
@@ -318,9 +384,12 @@ class Model(nn.Module, ABC):
                         norm.is_alone = partial(getattr, owner, "reads_input_once")
 
     def keep(self, stage: Stage) -> None:
-        """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
-        them."""
-        raise ConfigError(f"{type(self).__name__} cannot be divided into stages.", fix="Leave --pipeline-parallel out.")
+        """Drop the layers of other stages. What is computed with those that are left starts from
+        hidden states and ends with them."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot be divided into stages.",
+            fix="Leave --pipeline-parallel out.",
+        )
 
     def stand_ins(
         self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
@@ -346,10 +415,14 @@ class Model(nn.Module, ABC):
         rows = self.stored_rows(tensor.name)
         return tensor if rows is None else View(tensor, tensor.name, rows=rows)
 
-    def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
+    def _random_tensors(
+        self, targets: dict[str, list[tuple[Layer, str]]]
+    ) -> Iterator[RandomTensor]:
         """Stacks of matrices before single ones, which are the same matrices."""
         generated = set()
-        for name, places in sorted(targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])):
+        for name, places in sorted(
+            targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])
+        ):
             layer, part = places[0]
             if layer.lacks(part) and places[0] not in generated:
                 generated.add(places[0])
@@ -371,23 +444,39 @@ class Model(nn.Module, ABC):
                             name = stored.removeprefix("=").format(i, number) + suffix
                             targets.setdefault(name, []).append((layer, our_part))
                             for prefix in others if name.startswith(usual) else ():
-                                targets.setdefault(prefix + name.removeprefix(usual), []).append((layer, our_part))
+                                targets.setdefault(prefix + name.removeprefix(usual), []).append(
+                                    (layer, our_part)
+                                )
         return targets
 
     def take_expert_counts(self) -> dict[int, list[int]]:
-        """By layer: how many tokens each expert got since the last call. Empty where that is not counted."""
-        counted = {layer: weights.counts for layer, weights in self._experts().items() if weights.counts is not None}
+        """By layer: how many tokens each expert got since the last call. Empty where that is not
+        counted."""
+        counted = {
+            layer: weights.counts
+            for layer, weights in self._experts().items()
+            if weights.counts is not None
+        }
         now = dict(zip(counted, read_counts(list(counted.values())), strict=True))
-        taken = {layer: (total - self._taken[layer] if layer in self._taken else total).tolist() for layer, total in now.items()}
+        taken = {
+            layer: (total - self._taken[layer] if layer in self._taken else total).tolist()
+            for layer, total in now.items()
+        }
         self._taken = now
         return taken
 
     def take_weight_reads(self) -> Reads | None:
-        """Takes the reads of weights; same as `Streaming.take_reads`. None: all weights are in memory."""
-        return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
+        """Takes the reads of weights; same as `Streaming.take_reads`. None: all weights are in
+        memory."""
+        return (
+            None
+            if self.streaming is None or not self.streaming.streamed_bytes
+            else self.streaming.take_reads()
+        )
 
     def see_live(self, live: torch.Tensor) -> None:
-        """On a GPU: of a step's tokens the first `live` do not only fill it up. What experts get of them is counted."""
+        """On a GPU: of a step's tokens the first `live` do not only fill it up. What experts get of
+        them is counted."""
         if self.streaming is not None:
             self.streaming.see_live(live)
         for weights in self._experts().values():
@@ -395,12 +484,21 @@ class Model(nn.Module, ABC):
 
     def _experts(self) -> dict[int, ExpertWeights]:
         """The experts of the layers that have them."""
-        modules = ((layer, module) for layer in range(len(self.blocks)) for module in self.blocks[layer].modules())
-        return {layer: module.experts.weights for layer, module in modules if isinstance(module, MoE)}
+        modules = (
+            (layer, module)
+            for layer in range(len(self.blocks))
+            for module in self.blocks[layer].modules()
+        )
+        return {
+            layer: module.experts.weights for layer, module in modules if isinstance(module, MoE)
+        }
 
 
-def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Iterator[tuple[int, Layer]]:
-    """The layers that a path means, with their numbers. Not every block has every layer: some are dense, some have experts."""
+def _layers_at(
+    path: str, modules: dict[str, nn.Module], num_layers: int
+) -> Iterator[tuple[int, Layer]]:
+    """The layers that a path means, with their numbers. Not every block has every layer: some are
+    dense, some have experts."""
     for i in range(num_layers) if "{}" in path else range(1):
         layer = modules.get(path.format(i), nn.Identity())
         if not isinstance(layer, nn.Identity):  # which is in the place of what another stage has
@@ -410,7 +508,9 @@ def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Ite
 
 def _stored_parts(stored: str, part: str) -> tuple[tuple[str, str], ...]:
     """Endings of a stored name, and the part that each is."""
-    return (("", part),) if stored.startswith("=") else ((".weight", part), (".bias", f"{part}.bias"))
+    return (
+        (("", part),) if stored.startswith("=") else ((".weight", part), (".bias", f"{part}.bias"))
+    )
 
 
 class CausalLM(Model):
@@ -420,7 +520,9 @@ class CausalLM(Model):
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """The hidden states that the first layer starts from, [T, H]."""
 
-    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+    def embed_at(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None
+    ) -> torch.Tensor:
         return self.embed_tokens(ids_T, positions_T)
 
     @abstractmethod
@@ -440,7 +542,8 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def stored_kv_bits(checkpoint: Checkpoint) -> int:
-    """The bits of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
+    """The bits of keys and values, if the folder's quantization was made for so many
+    (`kv_cache_scheme`)."""
     settings = checkpoint.metadata.get("quantization_config")
     scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
     if scheme is None:

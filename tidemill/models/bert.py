@@ -1,5 +1,6 @@
-"""BERT: an encoder. Every token sees the whole input; norms come after the residual additions; positions and the texts of a pair
-have learned embeddings. Embedding models (MiniLM, BGE, E5) and cross-encoders; other encoders derive from it."""
+"""BERT: an encoder. Every token sees the whole input; norms come after the residual additions;
+positions and the texts of a pair have learned embeddings. Embedding models (MiniLM, BGE, E5) and
+cross-encoders; other encoders derive from it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer, weights)
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act
+        )
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -76,7 +79,8 @@ class Bert(Model):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
         size = config.embedding_size or config.hidden_size
-        self.first_position = config.num_positions - config.most_positions  # in the table of positions
+        # in the table of positions
+        self.first_position = config.num_positions - config.most_positions
         self.embed = Embedding(config.vocab_size, size, weights)
         self.positions = Embedding(config.num_positions, size, weights)
         self.embed_norm = LayerNorm(size, config.norm_eps)
@@ -85,7 +89,9 @@ class Bert(Model):
             self.types = Embedding(config.num_token_types, size, weights)
             self.names = [*self.names, ("types", "weight", "embeddings.token_type_embeddings", "")]
 
-    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+    def embed_at(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None
+    ) -> torch.Tensor:
         states = self.embed(ids_T)
         if self.config.num_token_types:
             states += self.types(torch.zeros_like(ids_T) if types_T is None else types_T)
@@ -106,21 +112,38 @@ class Bert(Model):
             return config
         modules, dimensions = Modules.read(checkpoint.path), settings["matryoshka_dimensions"] or []
         if not all(isinstance(num, int) and num > 0 for num in dimensions):
-            raise CheckpointError(f"{source}: matryoshka_dimensions is {str(dimensions)[:100]}; it must be a list of numbers.")
-        pooler = Pooler(how=modules.pooling, is_normalized=modules.is_normalized, dimensions=tuple(dimensions))
-        return replace(config, pooler=pooler, max_context=min(config.max_context, modules.max_length or config.max_context))
+            raise CheckpointError(
+                f"{source}: matryoshka_dimensions is {str(dimensions)[:100]}; it must be a list of numbers."
+            )
+        pooler = Pooler(
+            how=modules.pooling, is_normalized=modules.is_normalized, dimensions=tuple(dimensions)
+        )
+        return replace(
+            config,
+            pooler=pooler,
+            max_context=min(config.max_context, modules.max_length or config.max_context),
+        )
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
         one_of(settings, "position_embedding_type", {"absolute": "absolute"}, source)
-        refuse(settings, ["is_decoder"], source, f"is true, which is not supported for {checkpoint.architecture}")
+        refuse(
+            settings,
+            ["is_decoder"],
+            source,
+            f"is true, which is not supported for {checkpoint.architecture}",
+        )
         act = one_of(settings, "hidden_act", _ACTS, source)
         num_heads, hidden_size = settings["num_attention_heads"], settings["hidden_size"]
         if num_heads < 1 or hidden_size % num_heads:
-            raise CheckpointError(f"{source}: hidden_size {hidden_size} is not a multiple of the {num_heads} heads.")
+            raise CheckpointError(
+                f"{source}: hidden_size {hidden_size} is not a multiple of the {num_heads} heads."
+            )
         num_positions, first = settings["max_position_embeddings"], cls.first_of(settings)
         if num_positions <= first:
-            raise CheckpointError(f"{source}: max_position_embeddings is {num_positions}, which leaves none for an input.")
+            raise CheckpointError(
+                f"{source}: max_position_embeddings is {num_positions}, which leaves none for an input."
+            )
         if not 0 <= settings["layer_norm_eps"] <= 1:
             raise CheckpointError(f"{source}: layer_norm_eps is {settings['layer_norm_eps']}.")
         head_dim = hidden_size // num_heads
@@ -159,16 +182,23 @@ class Bert(Model):
 class BertCrossEncoder(Bert):
     """Scores of a pair of texts, from the first token's hidden state."""
 
-    HEAD: ClassVar = [("dense", "dense", "bert.pooler.dense", ""), ("labels", "labels", "classifier", "")]
+    HEAD: ClassVar = [
+        ("dense", "dense", "bert.pooler.dense", ""),
+        ("labels", "labels", "classifier", ""),
+    ]
     IGNORED: ClassVar = (r"(\w+\.)?embeddings\.(position_ids|token_type_ids)",)
     head_act: ClassVar = "tanh"  # between the matrices of the head
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
-        self.dense = Linear(config.hidden_size, {"dense": config.hidden_size}, bias=True, weights=weights)
+        self.dense = Linear(
+            config.hidden_size, {"dense": config.hidden_size}, bias=True, weights=weights
+        )
         self.labels = Labels(config, weights, bias=True)
         self.names = [*self.names, *self.HEAD]
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
         states = self.dense(one_SH)
-        return super().scores(torch.tanh(states) if self.head_act == "tanh" else activate(states, self.head_act))
+        return super().scores(
+            torch.tanh(states) if self.head_act == "tanh" else activate(states, self.head_act)
+        )

@@ -1,5 +1,6 @@
-"""BitNet b1.58: a Llama with one more norm before each output projection, and squared ReLU in its feed-forward blocks. Weights
-are ternary as they are published (`quant_method: bitnet`), or plain numbers."""
+"""BitNet b1.58: a Llama with one more norm before each output projection, and squared ReLU in its
+feed-forward blocks. Weights are ternary as they are published (`quant_method: bitnet`), or plain
+numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class SubNorm(RMSNorm):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self._group.size == 1:
             return super().forward(x_TH)
-        return shared_rms_norm(x_TH, [self._columns], 1, [self.weight], self.eps, self._group.all_reduce)
+        return shared_rms_norm(
+            x_TH, [self._columns], 1, [self.weight], self.eps, self._group.all_reduce
+        )
 
 
 class NormedAttention(Attention):

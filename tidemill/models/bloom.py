@@ -1,4 +1,5 @@
-"""BLOOM: ALiBi instead of positions, a norm of the embeddings, LayerNorm, q, k and v of each head side by side in one matrix."""
+"""BLOOM: ALiBi instead of positions, a norm of the embeddings, LayerNorm, q, k and v of each head
+side by side in one matrix."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ class Bloom(Llama):
         ("embed", "weight", "word_embeddings", ""),
         ("embed_norm", "weight", "word_embeddings_layernorm", ""),
         ("blocks.{}.attn_norm", "weight", "h.{}.input_layernorm", ""),
-        *(("blocks.{}.attn.qkv", part, "h.{}.self_attention.query_key_value", "") for part in ("q", "k", "v")),
+        *(
+            ("blocks.{}.attn.qkv", part, "h.{}.self_attention.query_key_value", "")
+            for part in ("q", "k", "v")
+        ),
         ("blocks.{}.attn.out", "out", "h.{}.self_attention.dense", ""),
         ("blocks.{}.mlp_norm", "weight", "h.{}.post_attention_layernorm", ""),
         ("blocks.{}.mlp.up", "up", "h.{}.mlp.dense_h_to_4h", ""),
@@ -52,7 +56,11 @@ class Bloom(Llama):
         "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False,
         "seq_length": _CONTEXT, "tie_word_embeddings": True,
     }  # fmt: skip
-    ALIASES: ClassVar = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    ALIASES: ClassVar = {
+        "n_embed": "hidden_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    }
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
@@ -62,7 +70,12 @@ class Bloom(Llama):
         refuse(settings, ["apply_residual_connection_post_layernorm"], source)
         dim = size // num_heads
         spec = AttentionSpec(
-            num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None, has_alibi=True
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=dim,
+            scale=dim**-0.5,
+            rotation=None,
+            has_alibi=True,
         )
         return ModelConfig(
             architecture=checkpoint.architecture,

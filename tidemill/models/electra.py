@@ -1,4 +1,5 @@
-"""ELECTRA: a BERT whose embeddings may have another size than its layers, which they are projected to."""
+"""ELECTRA: a BERT whose embeddings may have another size than its layers, which they are projected
+to."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from tidemill.weights.checkpoint import Checkpoint
 class Electra(Bert):
     PREFIXES: ClassVar = ("", "electra.")
     NAMES: ClassVar = [*Bert.NAMES, ("project", "project", "embeddings_project", "")]
-    IGNORED: ClassVar[tuple[str, ...]] = (*Bert.IGNORED, r"(discriminator|generator)_(predictions|lm_head)\..*")
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        *Bert.IGNORED,
+        r"(discriminator|generator)_(predictions|lm_head)\..*",
+    )
     KEYS: ClassVar = {
         **Bert.KEYS, "embedding_size": 128, "hidden_size": 256, "num_attention_heads": 4,
         "intermediate_size": 1024,
@@ -28,7 +32,9 @@ class Electra(Bert):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
         if config.embedding_size:
-            self.project = Linear(config.embedding_size, {"project": config.hidden_size}, bias=True, weights=weights)
+            self.project = Linear(
+                config.embedding_size, {"project": config.hidden_size}, bias=True, weights=weights
+            )
 
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         x_TH = self.embed_norm(residual_TH)
@@ -45,6 +51,9 @@ class Electra(Bert):
 
 
 class ElectraCrossEncoder(Electra, BertCrossEncoder):
-    HEAD: ClassVar = [("dense", "dense", "classifier.dense", ""), ("labels", "labels", "classifier.out_proj", "")]
+    HEAD: ClassVar = [
+        ("dense", "dense", "classifier.dense", ""),
+        ("labels", "labels", "classifier.out_proj", ""),
+    ]
     IGNORED: ClassVar = BertCrossEncoder.IGNORED
     head_act: ClassVar = "gelu"

@@ -15,7 +15,14 @@ from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
-from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of, with_windows
+from tidemill.models.llama import (
+    Llama,
+    from_settings,
+    gguf_windows,
+    source_of,
+    windows_of,
+    with_windows,
+)
 from tidemill.models.settings import (
     Nullable,
     Settings,
@@ -46,10 +53,15 @@ class Block(nn.Module):
         self.attn_norm, self.post_attn_norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.attn = Attention(config, layer, weights)
         self.mlp_norm, self.post_mlp_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp = GatedMLP(
+            size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act
+        )
 
-    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
+    def forward(
+        self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: each norm adds
+        what came before it."""
         delta_TH = self.post_attn_norm(self.attn(self.attn_norm.add(delta_TH, residual_TH), step))
         return self.post_mlp_norm(self.mlp(self.mlp_norm.add(delta_TH, residual_TH)))
 
@@ -107,9 +119,24 @@ class Gemma2(Gemma):
     }  # fmt: skip
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
-        ("blocks.{}.post_attn_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
-        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.pre_feedforward_layernorm", "blk.{}.ffn_norm"),
-        ("blocks.{}.post_mlp_norm", "weight", "model.layers.{}.post_feedforward_layernorm", "blk.{}.post_ffw_norm"),
+        (
+            "blocks.{}.post_attn_norm",
+            "weight",
+            "model.layers.{}.post_attention_layernorm",
+            "blk.{}.post_attention_norm",
+        ),
+        (
+            "blocks.{}.mlp_norm",
+            "weight",
+            "model.layers.{}.pre_feedforward_layernorm",
+            "blk.{}.ffn_norm",
+        ),
+        (
+            "blocks.{}.post_mlp_norm",
+            "weight",
+            "model.layers.{}.post_feedforward_layernorm",
+            "blk.{}.post_ffw_norm",
+        ),
     ]
 
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,10 +151,17 @@ class Gemma2(Gemma):
         kinds = settings["layer_types"] or [
             "sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
         ]
-        config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
-        softcap, scale = settings["attn_logit_softcapping"] or 0.0, max(settings["query_pre_attn_scalar"], 1e-6) ** -0.5
+        config = with_windows(
+            config, windows_of(kinds, settings["sliding_window"], num_layers, source)
+        )
+        softcap, scale = (
+            settings["attn_logit_softcapping"] or 0.0,
+            max(settings["query_pre_attn_scalar"], 1e-6) ** -0.5,
+        )
         layers = tuple(spec.but(scale=scale, softcap=softcap) for spec in config.layers)
-        return replace(config, layers=layers, logits_softcap=settings["final_logit_softcapping"] or 0.0)
+        return replace(
+            config, layers=layers, logits_softcap=settings["final_logit_softcapping"] or 0.0
+        )
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -152,8 +186,18 @@ class Gemma3(Gemma2):
     every: ClassVar = 6
     NAMES: ClassVar = [
         *Gemma2.NAMES,
-        ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
-        ("blocks.{}.attn.k_norm", "weight", "model.layers.{}.self_attn.k_norm", "blk.{}.attn_k_norm"),
+        (
+            "blocks.{}.attn.q_norm",
+            "weight",
+            "model.layers.{}.self_attn.q_norm",
+            "blk.{}.attn_q_norm",
+        ),
+        (
+            "blocks.{}.attn.k_norm",
+            "weight",
+            "model.layers.{}.self_attn.k_norm",
+            "blk.{}.attn_k_norm",
+        ),
     ]
 
     KEYS: ClassVar = {
@@ -164,7 +208,9 @@ class Gemma3(Gemma2):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        local, full = read_layered_rope(settings, settings["rope_local_base_freq"], source_of(checkpoint))
+        local, full = read_layered_rope(
+            settings, settings["rope_local_base_freq"], source_of(checkpoint)
+        )
         config = super().of_settings(settings, checkpoint)
         return cls._with_rotations(config, (local.theta, local.scaling), (full.theta, full.scaling))
 
@@ -174,20 +220,29 @@ class Gemma3(Gemma2):
         assert whole is not None
         key = f"{checkpoint.architecture}.rope.freq_base_swa"
         local = optional(checkpoint.metadata, key, float, _LOCAL_THETA, checkpoint.path)
-        return cls._with_rotations(super()._of_gguf(config, checkpoint), (local, None), (whole.theta, whole.scaling))
+        return cls._with_rotations(
+            super()._of_gguf(config, checkpoint), (local, None), (whole.theta, whole.scaling)
+        )
 
     @classmethod
     def _with_rotations(
-        cls, config: ModelConfig, local: tuple[float, RopeScaling | None], whole: tuple[float, RopeScaling | None]
+        cls,
+        config: ModelConfig,
+        local: tuple[float, RopeScaling | None],
+        whole: tuple[float, RopeScaling | None],
     ) -> ModelConfig:
         dim = config.head_dim
-        rotations = [Rotation(num_dims=dim, theta=theta, scaling=scaling) for theta, scaling in (local, whole)]
+        rotations = [
+            Rotation(num_dims=dim, theta=theta, scaling=scaling)
+            for theta, scaling in (local, whole)
+        ]
         layers = (spec.but(rotation=rotations[0 if spec.window else 1]) for spec in config.layers)
         return replace(config, layers=tuple(layers), qk_norm=True)
 
 
 class Gemma3Multimodal(Gemma3):
-    """The text model of Gemma 3 that also sees. Its tensors are under one of two names, by the age of the file."""
+    """The text model of Gemma 3 that also sees. Its tensors are under one of two names, by the age
+    of the file."""
 
     PREFIXES: ClassVar = ("model.", "language_model.model.", "model.language_model.")
     IGNORED: ClassVar = (*Gemma3.IGNORED, _VISION)
@@ -195,8 +250,8 @@ class Gemma3Multimodal(Gemma3):
 
     @classmethod
     def read_hf(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Reads the configuration. Where both parts of the configuration say whether the head is the table, Transformers goes by
-        the outer one."""
+        """Reads the configuration. Where both parts of the configuration say whether the head is
+        the table, Transformers goes by the outer one."""
         data, source = checkpoint.metadata, source_of(checkpoint)
         text = required(data, "text_config", dict, source) | read_settings(data, _OUTER, source)
         config = super().read_hf(PartOf(checkpoint, text, _VISION))

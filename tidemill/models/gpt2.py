@@ -1,4 +1,5 @@
-"""GPT-2: learned positions instead of rotation, LayerNorm, biases everywhere, a feed-forward block without a gate."""
+"""GPT-2: learned positions instead of rotation, LayerNorm, biases everywhere, a feed-forward block
+without a gate."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tidemill.weights.packed.base import PackedTensor
 from tidemill.weights.views import View
 
 _PREFIX = "transformer."
-_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face's files hold [in, out]
+# Hugging Face's files hold [in, out]
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _GGUF = {  # keys of GGUF files, after the architecture, by those of config.json
     "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_positions": "context_length",
 }  # fmt: skip
@@ -35,10 +37,19 @@ class Block(nn.Module):
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, weights)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp: nn.Module = MLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp: nn.Module = MLP(
+            config.hidden_size,
+            inner_size(config, layer, weights),
+            config.mlp_bias,
+            weights,
+            config.act,
+        )
 
-    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
+    def forward(
+        self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: each norm adds
+        what came before it."""
         delta_TH = self.attn(self.attn_norm.add(delta_TH, residual_TH), step)
         return self.mlp(self.mlp_norm.add(delta_TH, residual_TH))
 
@@ -60,7 +71,10 @@ class GPT2(Llama):
         ("embed", "weight", "transformer.wte", "token_embd"),
         ("positions", "weight", "transformer.wpe", "position_embd"),
         ("blocks.{}.attn_norm", "weight", "transformer.h.{}.ln_1", "blk.{}.attn_norm"),
-        *(("blocks.{}.attn.qkv", part, "transformer.h.{}.attn.c_attn", "blk.{}.attn_qkv") for part in ("q", "k", "v")),
+        *(
+            ("blocks.{}.attn.qkv", part, "transformer.h.{}.attn.c_attn", "blk.{}.attn_qkv")
+            for part in ("q", "k", "v")
+        ),
         ("blocks.{}.attn.out", "out", "transformer.h.{}.attn.c_proj", "blk.{}.attn_output"),
         ("blocks.{}.mlp_norm", "weight", "transformer.h.{}.ln_2", "blk.{}.ffn_norm"),
         ("blocks.{}.mlp.up", "up", "transformer.h.{}.mlp.c_fc", "blk.{}.ffn_up"),
@@ -83,7 +97,8 @@ class GPT2(Llama):
             return tensor
         has_prefix = tensor.name.startswith((_PREFIX, "lm_head.", "score."))
         name = tensor.name if has_prefix else _PREFIX + tensor.name
-        is_packed = isinstance(tensor, PackedTensor)  # quantized matrices are [out, in] in every layout
+        # quantized matrices are [out, in] in every layout
+        is_packed = isinstance(tensor, PackedTensor)
         return View(tensor, name, transposed=name.endswith(_TRANSPOSED) and not is_packed)
 
     @classmethod
@@ -99,8 +114,13 @@ class GPT2(Llama):
         config = _config(settings, checkpoint, source)
         scale = config.head_dim**-0.5 if settings["scale_attn_weights"] else 1.0
         by_layer = settings["scale_attn_by_inverse_layer_idx"]
-        layers = (spec.but(scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.layers))
-        return replace(config, layers=tuple(layers), act=one_of(settings, "activation_function", ACTS, source))
+        layers = (
+            spec.but(scale=scale / (i + 1 if by_layer else 1))
+            for i, spec in enumerate(config.layers)
+        )
+        return replace(
+            config, layers=tuple(layers), act=one_of(settings, "activation_function", ACTS, source)
+        )
 
     @classmethod
     def table_names(cls) -> tuple[str, ...]:
@@ -109,8 +129,12 @@ class GPT2(Llama):
 
 def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     data, source = checkpoint.metadata, checkpoint.path
-    settings: Settings = {key: required(data, f"gpt2.{name}", int, source) for key, name in _GGUF.items()}
-    settings["layer_norm_epsilon"] = required(data, "gpt2.attention.layer_norm_epsilon", float, source)
+    settings: Settings = {
+        key: required(data, f"gpt2.{name}", int, source) for key, name in _GGUF.items()
+    }
+    settings["layer_norm_epsilon"] = required(
+        data, "gpt2.attention.layer_norm_epsilon", float, source
+    )
     settings["n_inner"] = optional(data, "gpt2.feed_forward_length", int, None, source)
     settings["vocab_size"] = table_rows(checkpoint)
     has_head = any(tensor.name == "output.weight" for tensor in checkpoint.tensors())
@@ -122,7 +146,9 @@ def _config(settings: Settings, checkpoint: Checkpoint, source: object) -> Model
     if num_heads < 1 or size % num_heads:
         raise CheckpointError(f"{source}: {num_heads} heads do not divide {size} dimensions.")
     dim = size // num_heads
-    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None)
+    spec = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None
+    )
     return ModelConfig(
         architecture=checkpoint.architecture,
         vocab_size=settings["vocab_size"],

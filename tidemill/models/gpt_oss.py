@@ -1,7 +1,8 @@
-"""gpt-oss: windows in every second layer, attention sinks, biases everywhere, and experts whose gate is clamped.
+"""gpt-oss: windows in every second layer, attention sinks, biases everywhere, and experts whose
+gate is clamped.
 
-Its own files store experts in mxfp4 (weights/mxfp4.py), rows of gate and up in turn; files without quantization hold transposed
-matrices, columns of gate and up in turn.
+Its own files store experts in mxfp4 (weights/mxfp4.py), rows of gate and up in turn; files without
+quantization hold transposed matrices, columns of gate and up in turn.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _ROUTING = {"scoring": "topk_then_softmax", "act": "swiglu_clamped", "has_bias":
 
 
 class PairedExperts(Experts):
-    """Also takes matrices in which gate and up alternate: "paired" and "turned" [E, in, out], "paired_blocks" and "turned_blocks"
-    [E, out, in]."""
+    """Also takes matrices in which gate and up alternate: "paired" and "turned" [E, in, out],
+    "paired_blocks" and "turned_blocks" [E, out, in]."""
 
     def _shapes(self, hidden_size: int, spec: MoESpec) -> dict[str, tuple[int, ...]]:
         num, size = spec.num_experts, spec.expert_size
@@ -51,11 +52,17 @@ class PairedExperts(Experts):
         kind, _, stored = part.partition("_")
         if kind not in ("paired", "turned"):
             return super()._brings(part)
-        return set() if stored == "bias" else super()._brings("gate_ups" if kind == "paired" else "downs")
+        return (
+            set()
+            if stored == "bias"
+            else super()._brings("gate_ups" if kind == "paired" else "downs")
+        )
 
     @property
     def missing(self) -> set[str]:
-        return super().missing | ({"paired_bias"} if {"gate", "up"} <= self._wanted_biases else set())
+        return super().missing | (
+            {"paired_bias"} if {"gate", "up"} <= self._wanted_biases else set()
+        )
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         kind, _, stored = part.partition("_")
@@ -68,7 +75,11 @@ class PairedExperts(Experts):
             self._set_bias("up", up)
             return
         size = self.spec.expert_size
-        order = torch.arange(2 * size, device="cpu").view(size, 2).t().flatten() if kind == "paired" else None
+        order = (
+            torch.arange(2 * size, device="cpu").view(size, 2).t().flatten()
+            if kind == "paired"
+            else None
+        )
         for expert in self._own:
             matrix = tensor.matrix(expert)
             self._add(
@@ -94,7 +105,12 @@ class GptOss(Llama):
     has_experts: ClassVar = True
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
-        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
+        (
+            "blocks.{}.mlp_norm",
+            "weight",
+            "model.layers.{}.post_attention_layernorm",
+            "blk.{}.post_attention_norm",
+        ),
         ("blocks.{}.attn.sinks", "weight", "=model.layers.{}.self_attn.sinks", "blk.{}.attn_sinks"),
         ("blocks.{}.mlp.router", "router", "model.layers.{}.mlp.router", "blk.{}.ffn_gate_inp"),
         (_EXPERTS, "gates", "", "blk.{}.ffn_gate_exps"),
@@ -129,10 +145,18 @@ class GptOss(Llama):
         source, num_layers = source_of(checkpoint), settings["num_hidden_layers"]
         for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
             if settings[key] != value:
-                raise CheckpointError(f"{source}: {key} is {settings[key]}; only {value} is supported.")
-        config = from_settings(settings | {"rope_parameters": settings["rope_parameters"] or _YARN}, checkpoint)
-        kinds = settings["layer_types"] or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-        config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
+                raise CheckpointError(
+                    f"{source}: {key} is {settings[key]}; only {value} is supported."
+                )
+        config = from_settings(
+            settings | {"rope_parameters": settings["rope_parameters"] or _YARN}, checkpoint
+        )
+        kinds = settings["layer_types"] or [
+            "full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)
+        ]
+        config = with_windows(
+            config, windows_of(kinds, settings["sliding_window"], num_layers, source)
+        )
         more: dict[str, Any] = {"renormalise": True, **_ROUTING}
         spec = hf_experts(settings, config, num="num_local_experts", **more)
         return replace(config, experts=(spec,) * num_layers)
@@ -144,7 +168,8 @@ class GptOss(Llama):
         layers = []
         for i, layer in enumerate(config.layers):
             rotation = layer.rotation
-            if rotation is not None and rotation.scaling is not None:  # which the format has no word for
+            # which the format has no word for
+            if rotation is not None and rotation.scaling is not None:
                 rotation = replace(rotation, scaling=replace(rotation.scaling, truncate=False))
             layers.append(replace(layer, window=0 if i % 2 else window, rotation=rotation))
         spec = gguf_experts(checkpoint, config, renormalise=True, **_ROUTING)

@@ -1,4 +1,5 @@
-"""Granite 3: a Llama with multipliers of embeddings, scores, residuals and logits; with experts, too."""
+"""Granite 3: a Llama with multipliers of embeddings, scores, residuals and logits; with experts,
+too."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from tidemill.models.settings import Nullable, Settings, optional, rope_keys
 from tidemill.types.model_config import ModelConfig
 from tidemill.weights.checkpoint import Checkpoint
 
-_GGUF = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")  # after the architecture
+# after the architecture
+_GGUF = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
 # Of embeddings, scores and residuals; what logits are divided by.
-_SCALES = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+_SCALES = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 
 
 class Granite(Llama):
@@ -36,7 +43,11 @@ class Granite(Llama):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        return _scaled(from_settings(settings, checkpoint), {key: settings[key] for key in _SCALES}, source_of(checkpoint))
+        return _scaled(
+            from_settings(settings, checkpoint),
+            {key: settings[key] for key in _SCALES},
+            source_of(checkpoint),
+        )
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -46,7 +57,10 @@ class Granite(Llama):
         defaults = (1.0, config.layers[0].scale, 1.0, 1.0)  # where the file does not say
         keys = [f"{checkpoint.architecture}.{key}" for key in _GGUF]
         multipliers = zip(keys, defaults, strict=True)
-        values = {key: optional(checkpoint.metadata, key, float, default, checkpoint.path) for key, default in multipliers}
+        values = {
+            key: optional(checkpoint.metadata, key, float, default, checkpoint.path)
+            for key, default in multipliers
+        }
         return _scaled(config, values, checkpoint.path)
 
 
@@ -56,18 +70,39 @@ def _scaled(config: ModelConfig, values: Settings, source: object) -> ModelConfi
             raise CheckpointError(f"{source}: {key} is {value}, which cannot be used.")
     embedding, attention, residual, logits = values.values()
     layers = tuple(spec.but(scale=attention) for spec in config.layers)
-    return replace(config, layers=layers, embedding_scale=embedding, residual_scale=residual, logits_scale=1 / logits)
+    return replace(
+        config,
+        layers=layers,
+        embedding_scale=embedding,
+        residual_scale=residual,
+        logits_scale=1 / logits,
+    )
 
 
 class GraniteMoE(Granite):
     has_experts: ClassVar = True
     NAMES: ClassVar = [
         *Llama.NAMES,
-        ("blocks.{}.mlp.router", "router", "model.layers.{}.block_sparse_moe.router.layer", "blk.{}.ffn_gate_inp"),
-        ("blocks.{}.mlp.experts", "gate_ups", "=model.layers.{}.block_sparse_moe.input_linear.weight", ""),
+        (
+            "blocks.{}.mlp.router",
+            "router",
+            "model.layers.{}.block_sparse_moe.router.layer",
+            "blk.{}.ffn_gate_inp",
+        ),
+        (
+            "blocks.{}.mlp.experts",
+            "gate_ups",
+            "=model.layers.{}.block_sparse_moe.input_linear.weight",
+            "",
+        ),
         ("blocks.{}.mlp.experts", "gates", "", "blk.{}.ffn_gate_exps"),
         ("blocks.{}.mlp.experts", "ups", "", "blk.{}.ffn_up_exps"),
-        ("blocks.{}.mlp.experts", "downs", "=model.layers.{}.block_sparse_moe.output_linear.weight", "blk.{}.ffn_down_exps"),
+        (
+            "blocks.{}.mlp.experts",
+            "downs",
+            "=model.layers.{}.block_sparse_moe.output_linear.weight",
+            "blk.{}.ffn_down_exps",
+        ),
     ]
     KEYS: ClassVar = {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
@@ -82,7 +117,10 @@ class GraniteMoE(Granite):
         config = super().read_config(checkpoint)
         if checkpoint.format != "gguf":
             return config
-        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers)
+        return replace(
+            config,
+            experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers,
+        )
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:

@@ -1,4 +1,5 @@
-"""The end of a decoder after its last norm: whether the head is the embeddings' table, and scores of labels."""
+"""The end of a decoder after its last norm: whether the head is the embeddings' table, and scores
+of labels."""
 
 from __future__ import annotations
 
@@ -21,19 +22,27 @@ _MAX_LABELS = 4096
 _MAX_LABEL_CHARS = 256
 
 
-def ties_head(checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], heads: Collection[str]) -> bool:
+def ties_head(
+    checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], heads: Collection[str]
+) -> bool:
     """True if logits are those of the embeddings' table. A stored head with other values is used,
     whatever the configuration says (`is_tied`), as in Transformers. `tables`, `heads`: their
     stored names."""
     if not is_tied or not checkpoint.has_weights:
         return is_tied
     found = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
-    head, table = (next((name for name in names if name in found), None) for names in (heads, tables))
+    head, table = (
+        next((name for name in names if name in found), None) for names in (heads, tables)
+    )
     if head is None or table is None:
         return True
     if found[head] != found[table]:
         return False
-    digests = {tensor.name: _digest(tensor) for tensor in checkpoint.tensors() if tensor.name in (head, table)}
+    digests = {
+        tensor.name: _digest(tensor)
+        for tensor in checkpoint.tensors()
+        if tensor.name in (head, table)
+    }
     return digests[head] == digests[table]
 
 
@@ -54,7 +63,9 @@ class Labels(Linear):
 
     def __init__(self, config: ModelConfig, weights: WeightPlan, *, bias: bool = False) -> None:
         assert config.labels is not None
-        super().__init__(config.hidden_size, {"labels": config.labels.num}, bias=bias, weights=weights.of_tables)
+        super().__init__(
+            config.hidden_size, {"labels": config.labels.num}, bias=bias, weights=weights.of_tables
+        )
         self._activation = config.labels.activation
 
     def scores(self, x_SH: torch.Tensor) -> torch.Tensor:
@@ -71,14 +82,18 @@ class Labels(Linear):
         labels = optional(data, "id2label", dict, None, source)
         num = optional(data, "num_labels", int, 2, source) if labels is None else len(labels)
         if not 1 <= num <= _MAX_LABELS:
-            raise CheckpointError(f"{source}: the model has {num} labels; 1 to {_MAX_LABELS} are supported.")
-        names = tuple(str((labels or {}).get(str(i), f"LABEL_{i}"))[:_MAX_LABEL_CHARS] for i in range(num))
+            raise CheckpointError(
+                f"{source}: the model has {num} labels; 1 to {_MAX_LABELS} are supported."
+            )
+        names = tuple(
+            str((labels or {}).get(str(i), f"LABEL_{i}"))[:_MAX_LABEL_CHARS] for i in range(num)
+        )
         return LabelHead(num=num, names=names, activation=_activation(data, num, source))
 
 
 def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
-    """The activation, read like sentence-transformers and vLLM read it: named in the configuration, else the logistic function of
-    a single label, or of labels that do not exclude each other."""
+    """The activation, read like sentence-transformers and vLLM read it: named in the configuration,
+    else the logistic function of a single label, or of labels that do not exclude each other."""
     newer = optional(data, "sentence_transformers", dict, {}, source)
     named = newer.get("activation_fn") or data.get("sbert_ce_default_activation_function")
     if named is None:
@@ -86,5 +101,7 @@ def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
         return "sigmoid" if is_independent else "identity"
     kind = str(named).rpartition(".")[2]
     if kind not in _ACTIVATIONS:
-        raise CheckpointError(f"{source}: scores with the activation {str(named)[:100]!r} are not supported.")
+        raise CheckpointError(
+            f"{source}: scores with the activation {str(named)[:100]!r} are not supported."
+        )
     return _ACTIVATIONS[kind]

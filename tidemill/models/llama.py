@@ -22,15 +22,29 @@ from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.layers.stage import ResidualSum, StageBlocks
 from tidemill.models.base import CausalLM, stored_kv_bits, stored_values
 from tidemill.models.heads import Labels, ties_head
-from tidemill.models.settings import Keys, Nullable, Settings, one_of, optional, read_rope, read_settings, required, rope_keys
+from tidemill.models.settings import (
+    Keys,
+    Nullable,
+    Settings,
+    one_of,
+    optional,
+    read_rope,
+    read_settings,
+    required,
+    rope_keys,
+)
 from tidemill.quant import WeightPlan
 from tidemill.types.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import decoder_pooling
 
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
-_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # GGUF's names for it, by the kind of norm
-_LONGROPE = {"short_factors": "rope_factors_short.weight", "long_factors": "rope_factors_long.weight"}
+# GGUF's names for it, by the kind of norm
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_LONGROPE = {
+    "short_factors": "rope_factors_short.weight",
+    "long_factors": "rope_factors_long.weight",
+}
 ACTS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
@@ -54,8 +68,11 @@ class Block(nn.Module):
     def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
         return feed_forward(config, layer, weights)
 
-    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
+    def forward(
+        self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: each norm adds
+        what came before it."""
         delta_TH = self.attn(self.attn_norm.add(delta_TH, residual_TH), step)
         return self.mlp(self.mlp_norm.add(delta_TH, residual_TH))
 
@@ -63,7 +80,8 @@ class Block(nn.Module):
 class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
     has_experts: ClassVar = False
-    PAIRS: ClassVar[Collection[str]] = ("gguf",)  # formats whose rows of q and k have rotated pairs side by side
+    # formats whose rows of q and k have rotated pairs side by side
+    PAIRS: ClassVar[Collection[str]] = ("gguf",)
     KEYS: ClassVar[Keys] = {  # of config.json
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
@@ -80,7 +98,12 @@ class Llama(CausalLM):
         ("blocks.{}.attn.qkv", "k", "model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
         ("blocks.{}.attn.qkv", "v", "model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
         ("blocks.{}.attn.out", "out", "model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
-        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.ffn_norm"),
+        (
+            "blocks.{}.mlp_norm",
+            "weight",
+            "model.layers.{}.post_attention_layernorm",
+            "blk.{}.ffn_norm",
+        ),
         ("blocks.{}.mlp.gate_up", "gate", "model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
         ("blocks.{}.mlp.gate_up", "up", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
         ("blocks.{}.mlp.down", "down", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
@@ -96,8 +119,12 @@ class Llama(CausalLM):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
         self.embed: nn.Module = Embedding(config.vocab_size, config.hidden_size, weights)
-        self.blocks = nn.ModuleList(self.block(config, i, weights) for i in range(config.num_layers))
-        self.norm: RMSNorm | LayerNorm | ResidualSum = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
+        self.blocks = nn.ModuleList(
+            self.block(config, i, weights) for i in range(config.num_layers)
+        )
+        self.norm: RMSNorm | LayerNorm | ResidualSum = RMSNorm(
+            config.hidden_size, config.norm_eps, config.residual_scale
+        )
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
@@ -122,11 +149,18 @@ class Llama(CausalLM):
 
     @property
     def can_enter(self) -> bool:
-        """Not if the last layer has a state, or no norm in front of its attention, nor if weights come when a layer runs, nor in
-        a stage whose hidden states all go on to the next, nor with another forward pass than this one."""
+        """Not if the last layer has a state, or no norm in front of its attention, nor if weights
+        come when a layer runs, nor in a stage whose hidden states all go on to the next, nor with
+        another forward pass than this one."""
         last, goes_on = list(self.blocks)[-1], isinstance(self.norm, ResidualSum)
         is_own = type(self).forward is Llama.forward
-        return is_own and hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None and not goes_on
+        return (
+            is_own
+            and hasattr(last, "attn_norm")
+            and hasattr(last, "attn")
+            and self.streaming is None
+            and not goes_on
+        )
 
     def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
         blocks: list[Any] = list(self.blocks)
@@ -145,7 +179,11 @@ class Llama(CausalLM):
     def keep(self, stage: Stage) -> None:
         self.blocks = StageBlocks(self.blocks, stage)
         needs_table = stage.is_first or (stage.is_last and self.config.tie_embeddings)
-        for name, is_needed in (("embed", needs_table), ("positions", stage.is_first), ("embed_norm", stage.is_first)):
+        for name, is_needed in (
+            ("embed", needs_table),
+            ("positions", stage.is_first),
+            ("embed_norm", stage.is_first),
+        ):
             if not is_needed and hasattr(self, name):
                 setattr(self, name, nn.Identity())
         if not stage.is_last:
@@ -158,7 +196,9 @@ class Llama(CausalLM):
         if isinstance(self.embed, Embedding):
             return super().trial_input(positions_T)
         size = self.config.hidden_size
-        return torch.sin(torch.arange(positions_T.numel() * size, dtype=torch.float32)).view(-1, size)
+        return torch.sin(torch.arange(positions_T.numel() * size, dtype=torch.float32)).view(
+            -1, size
+        )
 
     def stand_ins(
         self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
@@ -166,7 +206,11 @@ class Llama(CausalLM):
         """The head, of which the table was left out as its copy."""
         tables, heads = self.table_names(), [name for name in self.HEADS if name in stored]
         places = next((targets[name] for name in tables if name in targets), None)
-        is_needed = self.config.tie_embeddings and places is not None and not any(name in stored for name in tables)
+        is_needed = (
+            self.config.tie_embeddings
+            and places is not None
+            and not any(name in stored for name in tables)
+        )
         return {heads[0]: places} if is_needed and heads and places else {}
 
     @property
@@ -178,7 +222,9 @@ class Llama(CausalLM):
         if checkpoint_format not in self.PAIRS or part.partition(".")[0] not in ("q", "k"):
             return None
         num_heads = self.whole.num_heads if part[0] == "q" else self.whole.num_kv_heads
-        num_rotated = max(spec.rotation.num_dims for spec in self.whole.layers if spec.rotation is not None)
+        num_rotated = max(
+            spec.rotation.num_dims for spec in self.whole.layers if spec.rotation is not None
+        )
         rows = torch.arange(num_heads * self.whole.head_dim, device="cpu").view(num_heads, -1)
         rotated, rest = rows[:, :num_rotated], rows[:, num_rotated:]
         halves = rotated.view(num_heads, num_rotated // 2, 2).transpose(1, 2).reshape(num_heads, -1)
@@ -192,8 +238,12 @@ class Llama(CausalLM):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        if not cls.has_experts and checkpoint.metadata.get(f"{checkpoint.architecture}.expert_count"):
-            raise CheckpointError(f"{checkpoint.path}: {checkpoint.architecture} with experts is not supported.")
+        if not cls.has_experts and checkpoint.metadata.get(
+            f"{checkpoint.architecture}.expert_count"
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path}: {checkpoint.architecture} with experts is not supported."
+            )
         config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else cls.read_hf(checkpoint)
         check_numbers(config, checkpoint.path)
         return replace(config, notes=(*config.notes, *_notes(config)))
@@ -209,20 +259,29 @@ class Llama(CausalLM):
         return from_settings(settings, checkpoint)
 
     @classmethod
-    def with_head(cls, config: ModelConfig, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+    def with_head(
+        cls, config: ModelConfig, settings: Settings, checkpoint: Checkpoint
+    ) -> ModelConfig:
         """A head of its own, that of the embeddings' table, none, or that of a classifier."""
         if (labels := Labels.read(checkpoint)) is not None:
             return replace(config, labels=labels, has_head=False, tie_embeddings=True)
-        is_tied = ties_head(checkpoint, settings["tie_word_embeddings"], cls.table_names(), cls.HEADS)
+        is_tied = ties_head(
+            checkpoint, settings["tie_word_embeddings"], cls.table_names(), cls.HEADS
+        )
         has_head = is_tied or not _is_base(checkpoint, cls.HEADS)
         by = decoder_pooling(checkpoint.path)
-        return replace(config, tie_embeddings=is_tied or not has_head, has_head=has_head, embeds_by=by)  # tied: for trials alone
+        # tied: for trials alone
+        return replace(
+            config, tie_embeddings=is_tied or not has_head, has_head=has_head, embeds_by=by
+        )
 
     @classmethod
     def table_names(cls) -> tuple[str, ...]:
         """The possible names of the embeddings' table."""
         name = next(f"{hf}.weight" for layer, _, hf, _ in cls.NAMES if layer == "embed")
-        return tuple(dict.fromkeys(prefix + name.removeprefix(cls.PREFIXES[0]) for prefix in cls.PREFIXES))
+        return tuple(
+            dict.fromkeys(prefix + name.removeprefix(cls.PREFIXES[0]) for prefix in cls.PREFIXES)
+        )
 
 
 def _is_base(checkpoint: Checkpoint, heads: tuple[str, ...]) -> bool:
@@ -231,7 +290,9 @@ def _is_base(checkpoint: Checkpoint, heads: tuple[str, ...]) -> bool:
     if not checkpoint.has_weights:
         return is_named_so
     names = {tensor.name for tensor in checkpoint.tensors()}
-    return names.isdisjoint(heads) and (is_named_so or any(name.startswith("layers.") for name in names))
+    return names.isdisjoint(heads) and (
+        is_named_so or any(name.startswith("layers.") for name in names)
+    )
 
 
 class Mistral(Llama):
@@ -257,19 +318,35 @@ class SmolLM3(Llama):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        """Files list which layers are rotated, or say how many are between those that are not. Only these may have windows."""
+        """Files list which layers are rotated, or say how many are between those that are not. Only
+        these may have windows."""
         config, source = from_settings(settings, checkpoint), source_of(checkpoint)
         are_rotated = settings["no_rope_layers"]
         if are_rotated is None:
             every = settings["no_rope_layer_interval"] or _SMOLLM3_EVERY
             are_rotated = [(layer + 1) % every > 0 for layer in range(config.num_layers)]
         if len(are_rotated) < config.num_layers:
-            raise CheckpointError(f"{source}: no_rope_layers has {len(are_rotated)} entries for {config.num_layers} layers.")
-        window = settings["sliding_window"] if settings["use_sliding_window"] or settings["layer_types"] else None
-        kinds = settings["layer_types"] or ["full_attention" if is_rotated else "sliding_attention" for is_rotated in are_rotated]
-        config = with_windows(config, windows_of(kinds[: config.num_layers], window, config.num_layers, source))
+            raise CheckpointError(
+                f"{source}: no_rope_layers has {len(are_rotated)} entries for {config.num_layers} layers."
+            )
+        window = (
+            settings["sliding_window"]
+            if settings["use_sliding_window"] or settings["layer_types"]
+            else None
+        )
+        kinds = settings["layer_types"] or [
+            "full_attention" if is_rotated else "sliding_attention" for is_rotated in are_rotated
+        ]
+        config = with_windows(
+            config, windows_of(kinds[: config.num_layers], window, config.num_layers, source)
+        )
         specs = zip(config.layers, are_rotated, strict=False)
-        return replace(config, layers=tuple(spec if is_rotated else spec.but(rotation=None) for spec, is_rotated in specs))
+        return replace(
+            config,
+            layers=tuple(
+                spec if is_rotated else spec.but(rotation=None) for spec, is_rotated in specs
+            ),
+        )
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -277,7 +354,9 @@ class SmolLM3(Llama):
         if checkpoint.format != "gguf":
             return config
         specs = enumerate(config.layers)  # files of GGUF do not say which layers are rotated
-        layers = (spec.but(rotation=None) if (i + 1) % _SMOLLM3_EVERY == 0 else spec for i, spec in specs)
+        layers = (
+            spec.but(rotation=None) if (i + 1) % _SMOLLM3_EVERY == 0 else spec for i, spec in specs
+        )
         return replace(config, layers=tuple(layers))
 
 
@@ -286,54 +365,80 @@ def _notes(config: ModelConfig) -> tuple[str, ...]:
     notes = [
         f"--max-context decides the rope factors: above {scaling.original_context} the long ones, else the short ones."
         for scaling in scalings
-        if scaling is not None and scaling.kind == "longrope" and scaling.original_context < config.max_context
+        if scaling is not None
+        and scaling.kind == "longrope"
+        and scaling.original_context < config.max_context
     ][:1]
     if config.kv_bits == 8:
-        notes.append("k_scale and v_scale are not used: in the 8-bit KV cache each token and head has a scale of its own.")
+        notes.append(
+            "k_scale and v_scale are not used: in the 8-bit KV cache each token and head has a scale of its own."
+        )
     elif config.kv_bits:
-        notes.append(f"A KV cache of {config.kv_bits} bits (kv_cache_scheme) is not followed: --kv-dtype decides.")
+        notes.append(
+            f"A KV cache of {config.kv_bits} bits (kv_cache_scheme) is not followed: --kv-dtype decides."
+        )
     return tuple(notes)
 
 
 def check_numbers(config: ModelConfig, source: object) -> None:
     """Refuses numbers that would make rope tables or norms that are not numbers."""
     rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
-    scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
+    scalings = [
+        rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations
+    ]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
         "number of rotated dimensions": any(
-            not 0 < rotation.num_dims <= config.head_dim or rotation.num_dims % 2 for rotation in rotations
+            not 0 < rotation.num_dims <= config.head_dim or rotation.num_dims % 2
+            for rotation in rotations
         ),
         "sliding window": any(spec.window < 0 for spec in config.layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
         "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),
-        "rope scaling's original context": any(s.kind != "linear" and s.original_context < 2 for s in scalings),
+        "rope scaling's original context": any(
+            s.kind != "linear" and s.original_context < 2 for s in scalings
+        ),
         "rope scaling's short_factor or long_factor": any(
-            len(factors) != rotation.num_dims // 2 or not all(1e-6 < factor < 1e6 for factor in factors)
+            len(factors) != rotation.num_dims // 2
+            or not all(1e-6 < factor < 1e6 for factor in factors)
             for rotation in rotations
             if rotation.scaling is not None and rotation.scaling.kind == "longrope"
             for factors in (rotation.scaling.short_factors, rotation.scaling.long_factors)
         ),
-        "rope scaling's attention factor": not all(1e-6 < (s.attention_factor or 1.0) < 1e6 for s in scalings),
+        "rope scaling's attention factor": not all(
+            1e-6 < (s.attention_factor or 1.0) < 1e6 for s in scalings
+        ),
         "rope scaling's low_freq_factor and high_freq_factor": not all(
             0 < s.low_freq_factor < s.high_freq_factor for s in scalings
         ),
-        "rope scaling's beta_fast and beta_slow": not all(s.beta_fast > 0 and s.beta_slow > 0 for s in scalings),
+        "rope scaling's beta_fast and beta_slow": not all(
+            s.beta_fast > 0 and s.beta_slow > 0 for s in scalings
+        ),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise CheckpointError(f"{source}: the {name} of the configuration cannot be used.")
 
 
-def from_settings(settings: Settings, checkpoint: Checkpoint, act: str = "hidden_act") -> ModelConfig:
-    """The configuration that families of decoders have in common. A key that the family's table does not have is not there.
-    `act`: the key of the activation."""
-    source, num_heads, hidden_size = source_of(checkpoint), settings["num_attention_heads"], settings["hidden_size"]
+def from_settings(
+    settings: Settings, checkpoint: Checkpoint, act: str = "hidden_act"
+) -> ModelConfig:
+    """The configuration that families of decoders have in common. A key that the family's table
+    does not have is not there. `act`: the key of the activation."""
+    source, num_heads, hidden_size = (
+        source_of(checkpoint),
+        settings["num_attention_heads"],
+        settings["hidden_size"],
+    )
     rope = read_rope(settings, source)
     head_dim = settings.get("head_dim") or hidden_size // max(num_heads, 1)
-    num_rotated = head_dim if "partial_rotary_factor" not in settings else int(head_dim * (rope.partial or 1.0))
+    num_rotated = (
+        head_dim
+        if "partial_rotary_factor" not in settings
+        else int(head_dim * (rope.partial or 1.0))
+    )
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=settings["num_key_value_heads"] or num_heads,
@@ -341,9 +446,13 @@ def from_settings(settings: Settings, checkpoint: Checkpoint, act: str = "hidden
         scale=head_dim**-0.5,
         rotation=Rotation(num_dims=num_rotated, theta=rope.theta, scaling=rope.scaling),
     )
-    layers = alike(settings["num_hidden_layers"], spec.but(window=settings.get("sliding_window") or 0))
+    layers = alike(
+        settings["num_hidden_layers"], spec.but(window=settings.get("sliding_window") or 0)
+    )
     if checkpoint.metadata.get("is_causal") is False:
-        raise CheckpointError(f"{source}: is_causal is false: a decoder that sees the whole text is not supported.")
+        raise CheckpointError(
+            f"{source}: is_causal is false: a decoder that sees the whole text is not supported."
+        )
     has_bias = settings.get("attention_bias", False)
     return ModelConfig(
         architecture=checkpoint.architecture,
@@ -368,13 +477,17 @@ def source_of(checkpoint: Checkpoint) -> Path:
 
 def _stores(checkpoint: Checkpoint, ending: str) -> bool:
     """True if a tensor of such a name is there, or, without weights, may be."""
-    return not checkpoint.has_weights or any(tensor.name.endswith(ending) for tensor in checkpoint.tensors())
+    return not checkpoint.has_weights or any(
+        tensor.name.endswith(ending) for tensor in checkpoint.tensors()
+    )
 
 
 def windows_of(kinds: list[str], window: int | None, num_layers: int, source: object) -> list[int]:
     """Each layer's sliding window, 0 without one, by the kinds of the layers."""
     if len(kinds) != num_layers or set(map(str, kinds)) - {"sliding_attention", "full_attention"}:
-        raise CheckpointError(f"{source}: layer_types must name sliding_attention or full_attention for each layer.")
+        raise CheckpointError(
+            f"{source}: layer_types must name sliding_attention or full_attention for each layer."
+        )
     return [window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
 
 
@@ -392,14 +505,21 @@ def rotated_by_windows(config: ModelConfig, windows: list[int]) -> ModelConfig:
 
 def table_rows(checkpoint: Checkpoint) -> int:
     """The rows of a GGUF file's table: the size of its vocabulary."""
-    table = next((tensor.shape for tensor in checkpoint.tensors() if tensor.name == "token_embd.weight"), None)
+    table = next(
+        (tensor.shape for tensor in checkpoint.tensors() if tensor.name == "token_embd.weight"),
+        None,
+    )
     if table is None:
-        raise CheckpointError(f"{checkpoint.path}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor token_embd.weight is missing.",
+            fix="Is it the whole checkpoint?",
+        )
     return table[0]
 
 
 def gguf_windows(checkpoint: Checkpoint, num_layers: int, every: int) -> list[int]:
-    """Each layer's sliding window: every so many layers, one is without. Files may say how many, or which layers have one."""
+    """Each layer's sliding window: every so many layers, one is without. Files may say how many, or
+    which layers have one."""
     data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
     window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
     key = f"{arch}.attention.sliding_window_pattern"
@@ -407,22 +527,30 @@ def gguf_windows(checkpoint: Checkpoint, num_layers: int, every: int) -> list[in
         every = optional(data, key, int, every, source)
         return [0 if every and (layer + 1) % every == 0 else window for layer in range(num_layers)]
     if len(data[key]) != num_layers:
-        raise CheckpointError(f"{source}: {key} has {len(data[key])} entries for {num_layers} layers.")
+        raise CheckpointError(
+            f"{source}: {key} has {len(data[key])} entries for {num_layers} layers."
+        )
     return [window if has_window else 0 for has_window in data[key]]
 
 
 def _gguf_scaling(checkpoint: Checkpoint, num_rotated: int, context: int) -> RopeScaling | None:
     data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
-    factors = {tensor.name: tensor for tensor in checkpoint.tensors() if tensor.name in _LONGROPE.values()}
+    factors = {
+        tensor.name: tensor for tensor in checkpoint.tensors() if tensor.name in _LONGROPE.values()
+    }
     kind = data.get(f"{arch}.rope.scaling.type", "none")
     original = optional(data, f"{arch}.rope.scaling.original_context_length", int, context, source)
     if factors or kind == "longrope":
         values: dict[str, Any] = {}
         for field, name in _LONGROPE.items():
             if name not in factors:
-                raise CheckpointError(f"{source}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+                raise CheckpointError(
+                    f"{source}: tensor {name} is missing.", fix="Is it the whole checkpoint?"
+                )
             if factors[name].shape != (num_rotated // 2,):
-                raise CheckpointError(f"{source}: tensor {name} has shape {list(factors[name].shape)}, not [{num_rotated // 2}].")
+                raise CheckpointError(
+                    f"{source}: tensor {name} has shape {list(factors[name].shape)}, not [{num_rotated // 2}]."
+                )
             read = torch.empty(num_rotated // 2, dtype=torch.float32, device="cpu")
             factors[name].read_into(read)
             values[field] = tuple(read.tolist())
@@ -430,16 +558,23 @@ def _gguf_scaling(checkpoint: Checkpoint, num_rotated: int, context: int) -> Rop
             kind="longrope",
             factor=context / max(original, 1),
             original_context=original,
-            attention_factor=optional(data, f"{arch}.rope.scaling.attn_factor", float, None, source),
+            attention_factor=optional(
+                data, f"{arch}.rope.scaling.attn_factor", float, None, source
+            ),
             **values,
         )
     if kind in ("linear", "yarn"):
         factor = required(data, f"{arch}.rope.scaling.factor", float, source)
         return RopeScaling(kind=kind, factor=factor, original_context=original)
     if f"{arch}.rope.scale_linear" in data:  # how older files say it
-        return RopeScaling(kind="linear", factor=required(data, f"{arch}.rope.scale_linear", float, source))
+        return RopeScaling(
+            kind="linear", factor=required(data, f"{arch}.rope.scale_linear", float, source)
+        )
     if kind != "none":
-        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear, yarn and longrope are.")
+        raise CheckpointError(
+            f"{source}: rope scaling {kind!r} is not supported.",
+            fix="linear, yarn and longrope are.",
+        )
     return None
 
 
@@ -452,7 +587,9 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
     epsilon = next((name for name in _EPSILONS if f"{arch}.{name}" in data), _EPSILONS[0])
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
-    head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
+    head_dim = optional(
+        data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source
+    )
     rotated = optional(data, f"{arch}.rope.dimension_count", int, head_dim, source)
     trained = need("context_length")
     window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
@@ -462,7 +599,9 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotation=Rotation(num_dims=rotated, theta=theta, scaling=_gguf_scaling(checkpoint, rotated, trained)),
+        rotation=Rotation(
+            num_dims=rotated, theta=theta, scaling=_gguf_scaling(checkpoint, rotated, trained)
+        ),
         window=window,
     )
     return ModelConfig(

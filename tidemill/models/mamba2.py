@@ -1,4 +1,5 @@
-"""Mamba-2: a state for each head, with one decay; gated norms before the last projection of a layer."""
+"""Mamba-2: a state for each head, with one decay; gated norms before the last projection of a
+layer."""
 
 from __future__ import annotations
 
@@ -21,14 +22,25 @@ class Block(mamba.Block):
     def make_mixer(self, config: ModelConfig, layer: int, weights: WeightPlan) -> StateMixer:
         own = state_cut(config.layers[0], weights.shard)
         ins = {"in": together(own.channels, own.inner, own.heads).size}
-        return StateMixer(config, layer, weights, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
+        return StateMixer(
+            config, layer, weights, ins, bias=config.attention_bias, conv_bias=config.conv_bias
+        )
 
 
 class Mamba2(Mamba):
     block: ClassVar = Block
     NAMES: ClassVar = [
-        *(line for line in Mamba.NAMES if line[0].rpartition(".")[2] not in ("to_rank", "to_bc", "to_steps")),
-        ("blocks.{}.mixer.parameters_", "step_bias", "=backbone.layers.{}.mixer.dt_bias", "=blk.{}.ssm_dt.bias"),
+        *(
+            line
+            for line in Mamba.NAMES
+            if line[0].rpartition(".")[2] not in ("to_rank", "to_bc", "to_steps")
+        ),
+        (
+            "blocks.{}.mixer.parameters_",
+            "step_bias",
+            "=backbone.layers.{}.mixer.dt_bias",
+            "=blk.{}.ssm_dt.bias",
+        ),
         ("blocks.{}.mixer.norm", "weight", "backbone.layers.{}.mixer.norm", "blk.{}.ssm_norm"),
     ]
 
@@ -53,13 +65,23 @@ class Mamba2(Mamba):
 
     @classmethod
     def state_of(cls, settings: Settings, source: object) -> StateSpec:
-        num_heads, head_dim, groups = settings["num_heads"], settings["head_dim"], settings["n_groups"]
+        num_heads, head_dim, groups = (
+            settings["num_heads"],
+            settings["head_dim"],
+            settings["n_groups"],
+        )
         low, *high = settings["time_step_limit"] or [0.0, float("inf")]
         if low != 0 or high not in ([float("inf")], ["Infinity"], [{"__float__": "Infinity"}]):
-            raise CheckpointError(f"{source}: time_step_limit {[low, *high]} is not supported.", fix="[0, infinity] is.")
+            raise CheckpointError(
+                f"{source}: time_step_limit {[low, *high]} is not supported.",
+                fix="[0, infinity] is.",
+            )
         if groups < 1 or num_heads * head_dim % groups:
-            raise CheckpointError(f"{source}: {num_heads * head_dim} inner values cannot be cut into {groups} groups.")
-        # A group is normed on its own, as in the authors' code. Transformers before 5.23 normed all of them together.
+            raise CheckpointError(
+                f"{source}: {num_heads * head_dim} inner values cannot be cut into {groups} groups."
+            )
+        # A group is normed on its own, as in the authors' code. Transformers before 5.23 normed all
+        # of them together.
         return StateSpec(
             kind="mamba2", num_heads=num_heads, head_dim=head_dim, state_size=settings["state_size"], num_groups=groups,
             kernel=settings["conv_kernel"], norm_size=num_heads * head_dim // groups,
@@ -74,7 +96,9 @@ class Mamba2(Mamba):
             for key in ("inner_size", "state_size", "conv_kernel", "time_step_rank", "group_count")
         )
         if not heads or not groups or inner % heads or inner % groups:
-            raise CheckpointError(f"{source}: {inner} inner values cannot be cut into {heads} heads and {groups} groups.")
+            raise CheckpointError(
+                f"{source}: {inner} inner values cannot be cut into {heads} heads and {groups} groups."
+            )
         spec = StateSpec(
             kind="mamba2", num_heads=heads, head_dim=inner // heads, state_size=size, num_groups=groups, kernel=kernel,
             norm_size=inner // groups,

@@ -1,4 +1,5 @@
-"""Mixtral: a Llama whose feed-forward blocks are mixtures of experts. What the families with experts share is here, too."""
+"""Mixtral: a Llama whose feed-forward blocks are mixtures of experts. What the families with
+experts share is here, too."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _GATING = {1: "softmax_then_topk", 3: "topk_then_softmax"}
 
 
 def expert_names(layer: str, router: str, gate: str, up: str, down: str) -> Names:
-    """`layer`: the feed-forward's name in Hugging Face's files, where experts may also be stacked; the others below it."""
+    """`layer`: the feed-forward's name in Hugging Face's files, where experts may also be stacked;
+    the others below it."""
     experts = "blocks.{}.mlp.experts"
     return [
         ("blocks.{}.mlp.router", "router", f"{layer}.{router}", "blk.{}.ffn_gate_inp"),
@@ -59,33 +61,56 @@ class Mixtral(Llama):
         config = super().read_config(checkpoint)
         if checkpoint.format != "gguf":
             return config
-        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers)
+        return replace(
+            config,
+            experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers,
+        )
 
 
 def hf_experts(
-    settings: Settings, config: ModelConfig, *, num: str = "num_experts", size: str = "intermediate_size", **more: Any
+    settings: Settings,
+    config: ModelConfig,
+    *,
+    num: str = "num_experts",
+    size: str = "intermediate_size",
+    **more: Any,
 ) -> MoESpec:
-    """The experts that config.json describes. `num`, `size`: the keys of their number and size. `more`: other fields of the
-    spec."""
-    fields = {"num_experts": settings[num], "top_k": settings["num_experts_per_tok"], "expert_size": settings[size]}
+    """The experts that config.json describes. `num`, `size`: the keys of their number and size.
+    `more`: other fields of the spec."""
+    fields = {
+        "num_experts": settings[num],
+        "top_k": settings["num_experts_per_tok"],
+        "expert_size": settings[size],
+    }
     return MoESpec(**fields | {"act": config.act} | more)
 
 
-def gguf_experts(checkpoint: Checkpoint, config: ModelConfig, *, renormalise: bool, **more: Any) -> MoESpec:
+def gguf_experts(
+    checkpoint: Checkpoint, config: ModelConfig, *, renormalise: bool, **more: Any
+) -> MoESpec:
     """`renormalise`: what the family does, unless the file says otherwise."""
     data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
     gating = optional(data, f"{arch}.expert_gating_func", int, 0, source)
     if gating and gating not in _GATING:
-        raise CheckpointError(f"{source}: key {arch}.expert_gating_func is {gating}, which is not supported.", fix="1 and 3 are.")
+        raise CheckpointError(
+            f"{source}: key {arch}.expert_gating_func is {gating}, which is not supported.",
+            fix="1 and 3 are.",
+        )
     for key in ("expert_weights_scale", "expert_group_count"):
         if data.get(f"{arch}.{key}") not in (None, 0, 1, 0.0, 1.0):
-            raise CheckpointError(f"{source}: routing with {arch}.{key} = {data[f'{arch}.{key}']} is not supported.")
+            raise CheckpointError(
+                f"{source}: routing with {arch}.{key} = {data[f'{arch}.{key}']} is not supported."
+            )
     fields: dict[str, Any] = {
         "num_experts": required(data, f"{arch}.expert_count", int, source),
         "top_k": required(data, f"{arch}.expert_used_count", int, source),
-        "expert_size": optional(data, f"{arch}.expert_feed_forward_length", int, config.intermediate_size, source),
+        "expert_size": optional(
+            data, f"{arch}.expert_feed_forward_length", int, config.intermediate_size, source
+        ),
         "act": config.act,
     }
     if gating:
         more["scoring"] = _GATING[gating]
-    return MoESpec(**fields | more, renormalise=bool(data.get(f"{arch}.expert_weights_norm", renormalise)))
+    return MoESpec(
+        **fields | more, renormalise=bool(data.get(f"{arch}.expert_weights_norm", renormalise))
+    )

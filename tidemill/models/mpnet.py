@@ -1,4 +1,5 @@
-"""MPNet: a RoBERTa without types, whose scores have a learned bias by the distance of query and key, the same in all layers."""
+"""MPNet: a RoBERTa without types, whose scores have a learned bias by the distance of query and
+key, the same in all layers."""
 
 from __future__ import annotations
 
@@ -21,23 +22,33 @@ _FIRST = 2  # position in the table of positions
 
 
 class DistanceBias(Layer):
-    """A number for each head and bucket of distances: near ones have one each, the others share them on a logarithmic scale."""
+    """A number for each head and bucket of distances: near ones have one each, the others share
+    them on a logarithmic scale."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__({"weight": (_NUM_BUCKETS, num_heads)})
         self.weight = nn.Parameter(torch.empty(_NUM_BUCKETS, num_heads), requires_grad=False)
 
     def build(self, num_positions: int) -> torch.Tensor:
-        """[N, 2 * num_positions - 1], by the key's position less the query's, from 1 - num_positions on."""
+        """[N, 2 * num_positions - 1], by the key's position less the query's, from 1 -
+        num_positions on."""
         distances = torch.arange(1 - num_positions, num_positions, device="cpu")
         return self.weight[_buckets(distances)].t().contiguous()
 
 
 def _buckets(distances: torch.Tensor) -> torch.Tensor:
-    """Half of them for keys after the query; of each half, half for a distance each, and the last for all that is far."""
+    """Half of them for keys after the query; of each half, half for a distance each, and the last
+    for all that is far."""
     half = _NUM_BUCKETS // 2
     near, size = half // 2, distances.abs()
-    far = near + (torch.log(size.clamp(min=1).float() / near) / math.log(_MAX_DISTANCE / near) * (half - near)).long()
+    far = (
+        near
+        + (
+            torch.log(size.clamp(min=1).float() / near)
+            / math.log(_MAX_DISTANCE / near)
+            * (half - near)
+        ).long()
+    )
     return torch.where(size < near, size, far.clamp(max=half - 1)) + half * (distances > 0)
 
 
@@ -72,7 +83,9 @@ class MPNet(Roberta):
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
         buckets = settings["relative_attention_num_buckets"]
         if buckets != _NUM_BUCKETS:
-            raise CheckpointError(f"{source}: relative_attention_num_buckets is {buckets}; {_NUM_BUCKETS} is supported.")
+            raise CheckpointError(
+                f"{source}: relative_attention_num_buckets is {buckets}; {_NUM_BUCKETS} is supported."
+            )
         return super().of_settings(settings, checkpoint, source)
 
     @classmethod

@@ -34,10 +34,18 @@ class ClippedAttention(Attention):
 class Block(gpt2.Block):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        self.attn_norm, self.mlp_norm = (LayerNorm(config.hidden_size, config.norm_eps, learned=()) for _ in range(2))
+        self.attn_norm, self.mlp_norm = (
+            LayerNorm(config.hidden_size, config.norm_eps, learned=()) for _ in range(2)
+        )
         if config.clip_qkv:
             self.attn = ClippedAttention(config, layer, weights)
-        self.mlp = GatedMLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            inner_size(config, layer, weights),
+            config.mlp_bias,
+            weights,
+            config.act,
+        )
 
 
 class Olmo(Llama):
@@ -66,7 +74,9 @@ class Olmo(Llama):
             return super().read_config(checkpoint)
         data, key = checkpoint.metadata, "olmo.attention.clamp_kqv"
         limit = optional(data, key, float, None, checkpoint.path)
-        config = super().read_config(PartOf(checkpoint, data | {"olmo.attention.layer_norm_rms_epsilon": _EPS}))
+        config = super().read_config(
+            PartOf(checkpoint, data | {"olmo.attention.layer_norm_rms_epsilon": _EPS})
+        )
         return _clipped(config, limit, key, checkpoint.path)
 
 

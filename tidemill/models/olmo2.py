@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: norms after attention and feed-forward instead of before them, and of all query heads and all key heads together.
-OLMo 3 has windows in most layers, whose rotation is not scaled."""
+"""OLMo 2 and 3: norms after attention and feed-forward instead of before them, and of all query
+heads and all key heads together. OLMo 3 has windows in most layers, whose rotation is not
+scaled."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ class NormedAttention(Attention):
         super().__init__(config, layer, weights)
         own, dim = heads_of(config.layers[0], weights.shard), config.head_dim
         q, k = own.heads.times(dim), own.groups.times(dim)
-        self.q_norm, self.k_norm = RMSNorm(q.size, config.norm_eps), RMSNorm(k.size, config.norm_eps)
+        self.q_norm, self.k_norm = (
+            RMSNorm(q.size, config.norm_eps),
+            RMSNorm(k.size, config.norm_eps),
+        )
         self._group = group_of(weights.shard)
         self._groups = [
             NormGroup(0, slice(0, q.num), q.whole),
@@ -43,7 +47,9 @@ class NormedAttention(Attention):
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         if self._group.size == 1:
             return qk_norm(self.qkv(x_TH), *weights, eps)
-        return shared_rms_norm(self.qkv(x_TH), self._groups, 2, weights, eps, self._group.all_reduce)
+        return shared_rms_norm(
+            self.qkv(x_TH), self._groups, 2, weights, eps, self._group.all_reduce
+        )
 
     def _learned(self) -> HeadWeights:
         return PLAIN
@@ -56,7 +62,9 @@ class Block(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.attn, self.post_attn_norm = self.attention(config, layer, weights), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp = GatedMLP(
+            size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act
+        )
         self.post_mlp_norm = RMSNorm(size, eps)
 
     def forward(self, hidden_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -68,11 +76,35 @@ class Olmo2(Llama):
     PAIRS: ClassVar = ()
     block: ClassVar = Block
     NAMES: ClassVar = [
-        *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.attn_norm", "blocks.{}.mlp_norm")),
-        ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
-        ("blocks.{}.attn.k_norm", "weight", "model.layers.{}.self_attn.k_norm", "blk.{}.attn_k_norm"),
-        ("blocks.{}.post_attn_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
-        ("blocks.{}.post_mlp_norm", "weight", "model.layers.{}.post_feedforward_layernorm", "blk.{}.post_ffw_norm"),
+        *(
+            line
+            for line in Llama.NAMES
+            if line[0] not in ("blocks.{}.attn_norm", "blocks.{}.mlp_norm")
+        ),
+        (
+            "blocks.{}.attn.q_norm",
+            "weight",
+            "model.layers.{}.self_attn.q_norm",
+            "blk.{}.attn_q_norm",
+        ),
+        (
+            "blocks.{}.attn.k_norm",
+            "weight",
+            "model.layers.{}.self_attn.k_norm",
+            "blk.{}.attn_k_norm",
+        ),
+        (
+            "blocks.{}.post_attn_norm",
+            "weight",
+            "model.layers.{}.post_attention_layernorm",
+            "blk.{}.post_attention_norm",
+        ),
+        (
+            "blocks.{}.post_mlp_norm",
+            "weight",
+            "model.layers.{}.post_feedforward_layernorm",
+            "blk.{}.post_ffw_norm",
+        ),
     ]
 
     KEYS: ClassVar = {
@@ -94,7 +126,9 @@ class Olmo2(Llama):
         if checkpoint.format != "gguf":
             return config
         layers = []
-        for spec, window in zip(config.layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True):
+        for spec, window in zip(
+            config.layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True
+        ):
             assert spec.rotation is not None
             rotation = replace(spec.rotation, scaling=None) if window else spec.rotation
             layers.append(spec.but(window=window, rotation=rotation))
@@ -109,9 +143,16 @@ class Olmo3(Olmo2):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        config, source, num_layers = from_settings(settings, checkpoint), source_of(checkpoint), settings["num_hidden_layers"]
+        config, source, num_layers = (
+            from_settings(settings, checkpoint),
+            source_of(checkpoint),
+            settings["num_hidden_layers"],
+        )
         ropes = read_layered_rope(settings, settings["rope_theta"], source)
-        local, full = (Rotation(num_dims=config.head_dim, theta=rope.theta, scaling=rope.scaling) for rope in ropes)
+        local, full = (
+            Rotation(num_dims=config.head_dim, theta=rope.theta, scaling=rope.scaling)
+            for rope in ropes
+        )
         kinds = settings["layer_types"] or [
             "sliding_attention" if (i + 1) % _EVERY else "full_attention" for i in range(num_layers)
         ]

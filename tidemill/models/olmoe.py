@@ -24,8 +24,18 @@ class Olmoe(Llama):
     NAMES: ClassVar = [
         *Llama.NAMES,
         *expert_names("model.layers.{}.mlp", "gate", "gate_proj", "up_proj", "down_proj"),
-        ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
-        ("blocks.{}.attn.k_norm", "weight", "model.layers.{}.self_attn.k_norm", "blk.{}.attn_k_norm"),
+        (
+            "blocks.{}.attn.q_norm",
+            "weight",
+            "model.layers.{}.self_attn.q_norm",
+            "blk.{}.attn_q_norm",
+        ),
+        (
+            "blocks.{}.attn.k_norm",
+            "weight",
+            "model.layers.{}.self_attn.k_norm",
+            "blk.{}.attn_k_norm",
+        ),
     ]
 
     KEYS: ClassVar = {
@@ -40,7 +50,12 @@ class Olmoe(Llama):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        refuse(settings, ["clip_qkv"], source_of(checkpoint), "(a limit of queries, keys and values) is not supported")
+        refuse(
+            settings,
+            ["clip_qkv"],
+            source_of(checkpoint),
+            "(a limit of queries, keys and values) is not supported",
+        )
         config = from_settings(settings, checkpoint)
         spec = hf_experts(settings, config, renormalise=settings["norm_topk_prob"])
         return replace(config, experts=(spec,) * config.num_layers)
@@ -51,5 +66,7 @@ class Olmoe(Llama):
         if checkpoint.format != "gguf":
             return config
         refuse(checkpoint.metadata, ["olmoe.attention.clamp_kqv"], checkpoint.path)
-        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=False),) * config.num_layers)
-
+        return replace(
+            config,
+            experts=(gguf_experts(checkpoint, config, renormalise=False),) * config.num_layers,
+        )

@@ -1,4 +1,5 @@
-"""Phi-1, 1.5 and 2: attention and feed-forward read the same norm, side by side. LayerNorm, biases, partial rotation."""
+"""Phi-1, 1.5 and 2: attention and feed-forward read the same norm, side by side. LayerNorm, biases,
+partial rotation."""
 
 from __future__ import annotations
 
@@ -25,10 +26,19 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, weights)
-        self.mlp = MLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp = MLP(
+            config.hidden_size,
+            inner_size(config, layer, weights),
+            config.mlp_bias,
+            weights,
+            config.act,
+        )
 
-    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Takes the last block's contribution, not yet added, and returns its own: the norm adds what came before it."""
+    def forward(
+        self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: the norm adds
+        what came before it."""
         x_TH = self.attn_norm.add(delta_TH, residual_TH)
         delta_TH = self.attn(x_TH, step)
         add(self.mlp(x_TH), delta_TH)
@@ -41,8 +51,17 @@ class Phi(Llama):
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
         ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
-        *(("blocks.{}.attn.qkv", part, f"model.layers.{{}}.self_attn.{part}_proj", f"blk.{{}}.attn_{part}") for part in "qkv"),
-        *(("blocks.{}.attn.qkv", part, "", "blk.{}.attn_qkv") for part in "qkv"),  # in files of the first converters
+        *(
+            (
+                "blocks.{}.attn.qkv",
+                part,
+                f"model.layers.{{}}.self_attn.{part}_proj",
+                f"blk.{{}}.attn_{part}",
+            )
+            for part in "qkv"
+        ),
+        # in files of the first converters
+        *(("blocks.{}.attn.qkv", part, "", "blk.{}.attn_qkv") for part in "qkv"),
         ("blocks.{}.attn.out", "out", "model.layers.{}.self_attn.dense", "blk.{}.attn_output"),
         ("blocks.{}.mlp.up", "up", "model.layers.{}.mlp.fc1", "blk.{}.ffn_up"),
         ("blocks.{}.mlp.down", "down", "model.layers.{}.mlp.fc2", "blk.{}.ffn_down"),
@@ -65,11 +84,23 @@ class Phi(Llama):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        refuse(settings, ["qk_layernorm"], source_of(checkpoint), "(norms of query and key heads) is not supported")
+        refuse(
+            settings,
+            ["qk_layernorm"],
+            source_of(checkpoint),
+            "(norms of query and key heads) is not supported",
+        )
         return from_settings(settings | {"rms_norm_eps": settings["layer_norm_eps"]}, checkpoint)
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
         act = "gelu_tanh" if checkpoint.format == "gguf" else config.act
-        return replace(config, act=act, is_gated=False, attention_bias=True, attention_out_bias=True, mlp_bias=True)
+        return replace(
+            config,
+            act=act,
+            is_gated=False,
+            attention_bias=True,
+            attention_out_bias=True,
+            mlp_bias=True,
+        )

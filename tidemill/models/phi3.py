@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: a Llama whose files hold q, k and v in one matrix, and gate and up in another."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: a Llama whose files hold q, k and v in one matrix, and gate
+and up in another."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _FUSED = {
 
 class Phi3(Llama):
     PAIRS: ClassVar = ()
-    NAMES: ClassVar = [(layer, part, *_FUSED.get(layer, stored)) for layer, part, *stored in Llama.NAMES]
+    NAMES: ClassVar = [
+        (layer, part, *_FUSED.get(layer, stored)) for layer, part, *stored in Llama.NAMES
+    ]
     KEYS: ClassVar = {
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
@@ -35,4 +38,3 @@ class Phi3(Llama):
             if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
                 settings[key] = rope | {"rope_type": "longrope"}
         return from_settings(settings, checkpoint)
-

@@ -33,10 +33,12 @@ class Qwen2(Llama):
         return replace(config, attention_bias=True) if checkpoint.format == "gguf" else config
 
 
-
 def late_windows(settings: Settings, checkpoint: Checkpoint) -> list[int]:
-    """Each layer's sliding window: switched on by a key of their own, from a certain layer on unless the layers are listed."""
+    """Each layer's sliding window: switched on by a key of their own, from a certain layer on
+    unless the layers are listed."""
     num_layers, first = settings["num_hidden_layers"], settings["max_window_layers"]
     window = settings["sliding_window"] if settings["use_sliding_window"] else None
-    kinds = settings["layer_types"] or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    kinds = settings["layer_types"] or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
     return windows_of(kinds, window, num_layers, source_of(checkpoint))

@@ -16,8 +16,18 @@ class Qwen3(Llama):
     PAIRS: ClassVar = ()
     NAMES: ClassVar = [
         *Llama.NAMES,
-        ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
-        ("blocks.{}.attn.k_norm", "weight", "model.layers.{}.self_attn.k_norm", "blk.{}.attn_k_norm"),
+        (
+            "blocks.{}.attn.q_norm",
+            "weight",
+            "model.layers.{}.self_attn.q_norm",
+            "blk.{}.attn_q_norm",
+        ),
+        (
+            "blocks.{}.attn.k_norm",
+            "weight",
+            "model.layers.{}.self_attn.k_norm",
+            "blk.{}.attn_k_norm",
+        ),
     ]
     KEYS: ClassVar = {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
@@ -35,4 +45,3 @@ class Qwen3(Llama):
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         return replace(super().read_config(checkpoint), qk_norm=True)
-

@@ -1,4 +1,5 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers. Qwen2-MoE has one more that all tokens go through."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers. Qwen2-MoE has one more that
+all tokens go through."""
 
 from __future__ import annotations
 
@@ -28,10 +29,30 @@ class Qwen2MoE(Qwen2):
     NAMES: ClassVar = [
         *Llama.NAMES,
         *_NAMES,
-        ("blocks.{}.mlp.router", "shared", "model.layers.{}.mlp.shared_expert_gate", "blk.{}.ffn_gate_inp_shexp"),
-        ("blocks.{}.mlp.experts", "shared_gate", "model.layers.{}.mlp.shared_expert.gate_proj", "blk.{}.ffn_gate_shexp"),
-        ("blocks.{}.mlp.experts", "shared_up", "model.layers.{}.mlp.shared_expert.up_proj", "blk.{}.ffn_up_shexp"),
-        ("blocks.{}.mlp.experts", "shared_down", "model.layers.{}.mlp.shared_expert.down_proj", "blk.{}.ffn_down_shexp"),
+        (
+            "blocks.{}.mlp.router",
+            "shared",
+            "model.layers.{}.mlp.shared_expert_gate",
+            "blk.{}.ffn_gate_inp_shexp",
+        ),
+        (
+            "blocks.{}.mlp.experts",
+            "shared_gate",
+            "model.layers.{}.mlp.shared_expert.gate_proj",
+            "blk.{}.ffn_gate_shexp",
+        ),
+        (
+            "blocks.{}.mlp.experts",
+            "shared_up",
+            "model.layers.{}.mlp.shared_expert.up_proj",
+            "blk.{}.ffn_up_shexp",
+        ),
+        (
+            "blocks.{}.mlp.experts",
+            "shared_down",
+            "model.layers.{}.mlp.shared_expert.down_proj",
+            "blk.{}.ffn_down_shexp",
+        ),
     ]
 
     KEYS: ClassVar = {
@@ -51,7 +72,8 @@ class Qwen2MoE(Qwen2):
         config, num_layers = from_settings(settings, checkpoint), settings["num_hidden_layers"]
         window = settings["sliding_window"] if settings["use_sliding_window"] else None
         kinds = settings["layer_types"] or [
-            "full_attention" if i % 2 or i >= settings["max_window_layers"] else "sliding_attention" for i in range(num_layers)
+            "full_attention" if i % 2 or i >= settings["max_window_layers"] else "sliding_attention"
+            for i in range(num_layers)
         ]
         config = with_windows(config, windows_of(kinds, window, num_layers, source_of(checkpoint)))
         spec = hf_experts(
@@ -92,7 +114,9 @@ class Qwen3MoE(Qwen3):
         """A window is every layer's."""
         window = settings["sliding_window"] if settings["use_sliding_window"] else None
         config = from_settings(settings | {"sliding_window": window}, checkpoint)
-        spec = hf_experts(settings, config, size="moe_intermediate_size", renormalise=settings["norm_topk_prob"])
+        spec = hf_experts(
+            settings, config, size="moe_intermediate_size", renormalise=settings["norm_topk_prob"]
+        )
         return with_experts(config, spec, settings)
 
     @classmethod
@@ -100,4 +124,7 @@ class Qwen3MoE(Qwen3):
         config = super().read_config(checkpoint)
         if checkpoint.format != "gguf":
             return config
-        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers)
+        return replace(
+            config,
+            experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers,
+        )

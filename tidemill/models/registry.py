@@ -1,4 +1,5 @@
-"""The registry of architectures, with the file that implements each. Adding one is a file and a line here."""
+"""The registry of architectures, with the file that implements each. Adding one is a file and a
+line here."""
 
 from __future__ import annotations
 
@@ -76,9 +77,13 @@ def _hugging_face() -> dict[tuple[str, str], str]:
     """The classes of Hugging Face that the families load."""
     names = dict(_OTHERS)
     for begin, target in _DECODERS.items():
-        names |= dict.fromkeys((f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target)
+        names |= dict.fromkeys(
+            (f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target
+        )
     for begin, target in _ENCODERS.items():
-        names |= dict.fromkeys((f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target)
+        names |= dict.fromkeys(
+            (f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target
+        )
         names[f"{begin}ForSequenceClassification"] = f"{target}CrossEncoder"
     return {("hf", name): f"tidemill.models.{target}" for name, target in names.items()}
 
@@ -124,11 +129,15 @@ def model_class(checkpoint: Checkpoint) -> type[Model]:
     if name == "llama" and checkpoint.metadata.get("llama.expert_count"):
         name = "llama with experts"  # GGUF's word for Mixtral
     target = ARCHITECTURES.get((checkpoint.format, name))
-    if target is None and (found := extensions.load(extensions.MODELS, f"{checkpoint.format}.{name}")):
+    if target is None and (
+        found := extensions.load(extensions.MODELS, f"{checkpoint.format}.{name}")
+    ):
         family: type[Model] = found
         return family
     if target is None:
-        known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
+        known = ", ".join(
+            sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format})
+        )
         raise CheckpointError(
             f"{checkpoint.path} has the architecture {checkpoint.architecture}, which is not supported.",
             fix=f"Supported in this format: {known}.",

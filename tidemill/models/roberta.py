@@ -19,7 +19,10 @@ class Roberta(Bert):
 
 
 class RobertaCrossEncoder(Roberta, BertCrossEncoder):
-    HEAD: ClassVar = [("dense", "dense", "classifier.dense", ""), ("labels", "labels", "classifier.out_proj", "")]
+    HEAD: ClassVar = [
+        ("dense", "dense", "classifier.dense", ""),
+        ("labels", "labels", "classifier.out_proj", ""),
+    ]
 
 
 class XLMRoberta(Roberta):

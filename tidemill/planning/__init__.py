@@ -1,1 +1,2 @@
-"""Plans before hardware: simulation of engines and clusters, costs measured or estimated, and the search for a plan."""
+"""Plans before hardware: simulation of engines and clusters, costs measured or estimated, and the
+search for a plan."""

@@ -1,12 +1,13 @@
-"""Many simulated engines behind the real placement policy, in one order of time: replicas, prefill and decode pools, models that
-share devices.
+"""Many simulated engines behind the real placement policy, in one order of time: replicas, prefill
+and decode pools, models that share devices.
 
-Each engine has a clock of its own and is only run as far as all of the cluster has come. Its requests cannot end before a time
-that follows from their remaining tokens; until then nobody looks at it. An engine without requests costs nothing, and one that
-never gets any is not even made.
+Each engine has a clock of its own and is only run as far as all of the cluster has come. Its
+requests cannot end before a time that follows from their remaining tokens; until then nobody looks
+at it. An engine without requests costs nothing, and one that never gets any is not even made.
 
-A disaggregated request goes to a prefill engine for its first token. Its KV cache is sent meanwhile, chunk by chunk, by the
-engine's link; what a decode engine has in its cache already is not sent. Then it goes on in a decode engine.
+A disaggregated request goes to a prefill engine for its first token. Its KV cache is sent
+meanwhile, chunk by chunk, by the engine's link; what a decode engine has in its cache already is
+not sent. Then it goes on in a decode engine.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _OWN = FIRST_TOKEN // 2  # the first token that is no block's
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request. `blocks`: a number for each BLOCK tokens of its prompt; prompts that begin with the same numbers share that
-    prefix. Tokens after them are none that another has."""
+    """A request. `blocks`: a number for each BLOCK tokens of its prompt; prompts that begin with
+    the same numbers share that prefix. Tokens after them are none that another has."""
 
     number: int
     at_s: float
@@ -54,7 +55,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine. `devices`: the name of what it runs on; engines with the same one take turns, step by step."""
+    """One engine. `devices`: the name of what it runs on; engines with the same one take turns,
+    step by step."""
 
     config: SimConfig
     cost: CostModel
@@ -68,8 +70,11 @@ class EngineSpec:
     link_latency_s: float = 0.0
 
     def line(self, num_decoding: int) -> tuple[float, float, float]:
-        """The line of a step's time in which so many decode: its fixed part, and what a token of context adds."""
-        found: Callable[[int], tuple[float, float, float]] | None = getattr(self.cost, "decode_line", None)
+        """The line of a step's time in which so many decode: its fixed part, and what a token of
+        context adds."""
+        found: Callable[[int], tuple[float, float, float]] | None = getattr(
+            self.cost, "decode_line", None
+        )
         return (0.0, 0.0, 0.0) if found is None else found(num_decoding)
 
 
@@ -91,7 +96,11 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        return (self.last_s - self.first_s) / (self.job.num_output - 1) if self.job.num_output > 1 else 0.0
+        return (
+            (self.last_s - self.first_s) / (self.job.num_output - 1)
+            if self.job.num_output > 1
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +140,10 @@ class _Node:
     name: str
     engine: SimEngine | None = None
     live: dict[str, _Live] = field(default_factory=dict)
-    neighbours: list[_Node] = field(default_factory=list)  # that share its devices, itself among them
-    loads: dict[str, int] = field(default_factory=dict)  # of its pool: requests under way, as of the cluster's time
+    # that share its devices, itself among them
+    neighbours: list[_Node] = field(default_factory=list)
+    # of its pool: requests under way, as of the cluster's time
+    loads: dict[str, int] = field(default_factory=dict)
     check_s: float = math.inf  # nothing ends before
     waiting: deque[_Sent] = field(default_factory=deque)  # that have no slot or no pages yet
     link_free_s: float = 0.0
@@ -155,7 +166,8 @@ class Cluster:
         placement: Callable[[], Placement] = Placement,
         prefilled: Mapping[int, Prefilled] | None = None,
     ) -> None:
-        """`prefilled`: what the prefill engines do, from an earlier run of the same jobs: it does not depend on the others."""
+        """`prefilled`: what the prefill engines do, from an earlier run of the same jobs: it does
+        not depend on the others."""
         self._prefilled = prefilled or {}
         self._nodes = [_Node(spec, str(number)) for number, spec in enumerate(specs)]
         names = [spec.devices for spec in specs if spec.devices]
@@ -168,9 +180,15 @@ class Cluster:
         by_devices: dict[str, list[_Node]] = {}
         for node in self._nodes:
             cell = node.spec.cell if node.spec.role == DECODE else 0
-            pool = self._pools.setdefault((node.spec.model, node.spec.role, cell), _Pool(placement()))
+            pool = self._pools.setdefault(
+                (node.spec.model, node.spec.role, cell), _Pool(placement())
+            )
             pool.loads[node.name], node.loads = 0, pool.loads
-            node.neighbours = by_devices.setdefault(node.spec.devices, []) if node.spec.devices in self._shared else []
+            node.neighbours = (
+                by_devices.setdefault(node.spec.devices, [])
+                if node.spec.devices in self._shared
+                else []
+            )
             node.neighbours.append(node)
 
     @property
@@ -178,8 +196,11 @@ class Cluster:
         """Engines that got a request."""
         return sum(node.engine is not None for node in self._nodes)
 
-    def run(self, jobs: Iterable[Job], gives_up: Callable[[Served], bool] | None = None) -> list[Served] | None:
-        """`jobs` in the order of their arrival. `gives_up`: asked about each that ends; None is returned then."""
+    def run(
+        self, jobs: Iterable[Job], gives_up: Callable[[Served], bool] | None = None
+    ) -> list[Served] | None:
+        """`jobs` in the order of their arrival. `gives_up`: asked about each that ends; None is
+        returned then."""
         coming = iter(jobs)
         job = next(coming, None)
         while job is not None or self._events:
@@ -190,7 +211,9 @@ class Cluster:
             at_s, _, _, happens = heapq.heappop(self._events)
             num_before = len(self._served)
             happens(at_s)
-            if gives_up is not None and any(gives_up(served) for served in self._served[num_before:]):
+            if gives_up is not None and any(
+                gives_up(served) for served in self._served[num_before:]
+            ):
                 return None
         return self._served
 
@@ -199,7 +222,9 @@ class Cluster:
     def _arrive(self, job: Job) -> None:
         done = self._prefilled.get(job.number)
         if done is not None:
-            self._push(done.first_s, _END, lambda at_s: self._send(self._nodes[done.engine], job, at_s))
+            self._push(
+                done.first_s, _END, lambda at_s: self._send(self._nodes[done.engine], job, at_s)
+            )
             return
         if (job.model, BOTH, 0) in self._pools:
             node, num_output = self._choose(job, BOTH), job.num_output
@@ -235,14 +260,18 @@ class Cluster:
         engine = self._at(node, at_s)
         request_id = str(live.job.number)
         node.live[request_id] = live
-        engine.submit(Arrival(request_id, at_s, live.num_prompt, live.num_output, prompt_ids=prompt_ids))
+        engine.submit(
+            Arrival(request_id, at_s, live.num_prompt, live.num_output, prompt_ids=prompt_ids)
+        )
         self._look_again(node)
 
     def _at(self, node: _Node, at_s: float) -> SimEngine:
         """The engine, run to this time."""
         if node.engine is None:
             shared = self._shared.get(node.spec.devices)
-            node.engine = SimEngine(node.spec.config, node.spec.cost, keeps_events=False, shared=shared)
+            node.engine = SimEngine(
+                node.spec.config, node.spec.cost, keeps_events=False, shared=shared
+            )
         node.engine.run_until(at_s)
         return node.engine
 
@@ -260,7 +289,8 @@ class Cluster:
         self._push(node.check_s, _STEP, lambda at_s: self._check(node, at_s))
 
     def _least_s(self, node: _Node) -> float:
-        """No request of the engine ends in less: a step in which all that decode go on takes as long as it does now, or more."""
+        """No request of the engine ends in less: a step in which all that decode go on takes as
+        long as it does now, or more."""
         assert node.engine is not None
         times, num_left, num_decoding, context = node.engine.token_times_s, _MANY, 0, 0
         for request_id, live in node.live.items():
@@ -273,7 +303,8 @@ class Cluster:
         if step_s is None:
             fixed_s, context_s, _ = node.spec.line(max(num_decoding, 1))
             step_s = fixed_s + context_s * context
-        return (num_left - 1) * step_s * _ROUNDING  # the last one is run when those before it have ended
+        # the last one is run when those before it have ended
+        return (num_left - 1) * step_s * _ROUNDING
 
     def _check(self, node: _Node, at_s: float) -> None:
         """Run the engine until here, a step at least, and see which requests have ended."""
@@ -321,7 +352,9 @@ class Cluster:
         self._count(target, 1)
         num_tokens = self._num_to_send(target, job)
         spec, budget = source.spec, source.spec.config.token_budget
-        chunks = [range(begin, min(begin + budget, num_tokens)) for begin in range(0, num_tokens, budget)]
+        chunks = [
+            range(begin, min(begin + budget, num_tokens)) for begin in range(0, num_tokens, budget)
+        ]
         began_s = at_s - sum(spec.cost.step_s(_alone(chunk)) for chunk in chunks[1:])
         token_s, state_s = spec.kv_token_bytes / spec.link, spec.state_bytes / spec.link
         last_s = at_s + token_s * len(chunks[-1]) + state_s if chunks else at_s
@@ -330,7 +363,13 @@ class Cluster:
         source.link_free_s = max(last_s, all_s)
         busy_s = token_s * num_tokens + state_s + spec.link_latency_s
         hidden = max(0.0, 1 - (done_s - at_s) / busy_s) if busy_s else 1.0
-        self._push(done_s, _END, lambda now: self._deliver(target, _Sent(job, int(source.name), at_s, num_tokens, hidden), now))
+        self._push(
+            done_s,
+            _END,
+            lambda now: self._deliver(
+                target, _Sent(job, int(source.name), at_s, num_tokens, hidden), now
+            ),
+        )
 
     def _num_to_send(self, target: _Node, job: Job) -> int:
         """Whole pages, without those that the decode engine has."""
@@ -346,7 +385,8 @@ class Cluster:
             target.waiting.append(sent)
 
     def _admit(self, node: _Node, sent: _Sent, at_s: float) -> bool:
-        """Its pages become cached ones of the engine, where it finds them. False: there is no slot or not enough room."""
+        """Its pages become cached ones of the engine, where it finds them. False: there is no slot
+        or not enough room."""
         if len(node.live) >= node.spec.config.num_rows:
             return False
         job, kv = sent.job, self._at(node, at_s).kv
@@ -363,7 +403,8 @@ class Cluster:
 
 
 def _import(kv: KVManager, prompt_ids: tuple[int, ...], num: int, budget: int) -> None:
-    """Imports pages as if a sequence had computed them, step by step: groups with a window keep no more than it sees."""
+    """Imports pages as if a sequence had computed them, step by step: groups with a window keep no
+    more than it sees."""
     for end in (*range(budget, num, budget), num):
         if kv.extend(_IMPORT, end) is None:
             break  # the rest is computed

@@ -1,4 +1,5 @@
-"""SimCore: the engine's step loop, which also can make steps that only repeat the last one all at once."""
+"""SimCore: the engine's step loop, which also can make steps that only repeat the last one all at
+once."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ class SimCore(EngineCore):
     clock: VirtualClock
 
     def __init__(
-        self, components: EngineComponents, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner
+        self,
+        components: EngineComponents,
+        config: EngineConfig,
+        clock: VirtualClock,
+        emit: EventBuffer,
+        runner: SimRunner,
     ) -> None:
         super().__init__(components, config, clock, emit)
         self._simulated = runner
@@ -39,12 +45,18 @@ class SimCore(EngineCore):
             evict=config.evict,
         )
         self._drafts, has_tiers = bool(components.drafters), components.tiers is not None
-        self._can_jump = not self._drafts and not has_tiers and runner.steps_ahead <= 1 and runner.can_repeat
+        self._can_jump = (
+            not self._drafts and not has_tiers and runner.steps_ahead <= 1 and runner.can_repeat
+        )
 
     def submit_checked(self, request: Submit) -> None:
-        """Queue a request whose tokens are known to be right: looking at each of a long prompt takes longer than all else."""
+        """Queue a request whose tokens are known to be right: looking at each of a long prompt
+        takes longer than all else."""
         if request.request_id in self.live:
-            raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
+            raise InvalidRequest(
+                f"A request with the id {request.request_id!r} is already running.",
+                param="request_id",
+            )
         num, context = len(request.prompt_ids), self.config.max_context
         if not num or num + (request.params.max_tokens or 1) > context:
             what = f"Request {request.request_id} has {num} + {request.params.max_tokens} tokens, and the context is {context}."
@@ -77,10 +89,15 @@ class SimCore(EngineCore):
         return request_id in self.live
 
     def jump(self, until_s: float) -> list[float]:
-        """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
-        had been made. Returns when the tokens of each came; `produced` came with the first."""
+        """Steps that only go on with what runs and are planned before `until_s`: as many as are
+        alike. The result is as if each had been made. Returns when the tokens of each came;
+        `produced` came with the first."""
         steady, runner = self.steady, self._simulated
-        if not self._can_jump or len(self.in_flight) != runner.steps_ahead or self.part(StructuredOutput):
+        if (
+            not self._can_jump
+            or len(self.in_flight) != runner.steps_ahead
+            or self.part(StructuredOutput)
+        ):
             return []
         steady.join()
         if steady.has_new:
@@ -88,7 +105,9 @@ class SimCore(EngineCore):
         most, before_s, prompt = steady.most()
         if most == 0:
             return []
-        times_s, planned_s = runner.repeat(steady.num_steady, prompt is not None, most, min(until_s, before_s))
+        times_s, planned_s = runner.repeat(
+            steady.num_steady, prompt is not None, most, min(until_s, before_s)
+        )
         if not times_s:
             return []
         last, num = steady.last_plan, len(times_s)
@@ -104,7 +123,9 @@ class SimCore(EngineCore):
             last = steady.advance(num, prompt)
         self.clock.advance_to(times_s[-1])
         if self.in_flight:
-            self.in_flight[0] = Step(last, planned_s, is_ahead=True, launched=(last, runner.device.free_s))
+            self.in_flight[0] = Step(
+                last, planned_s, is_ahead=True, launched=(last, runner.device.free_s)
+            )
         return times_s
 
 
@@ -112,8 +133,9 @@ _NUMBERS = [number.to_bytes(4, "big") for number in range(1024)]
 
 
 def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """The keys of pages. 64 bits that are no secret are enough for one process of a simulation. Pages that repeat one token, as
-    nearly all do, are numbered: their keys are the hash where that begins, the token, and a number."""
+    """The keys of pages. 64 bits that are no secret are enough for one process of a simulation.
+    Pages that repeat one token, as nearly all do, are numbered: their keys are the hash where that
+    begins, the token, and a number."""
     keys, at, num_tokens = list[bytes](), 0, len(token_ids)
     while at < num_tokens:
         first, num = token_ids[at], 1

@@ -20,13 +20,15 @@ Rise = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class CostModel(Protocol):
-    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides. With
-    `shape_s`, the time of a step by its shape, and `decode_line`, of a step in which so many sequences decode the fixed part and
-    what is added per token of all contexts and per token of the longest, steps need not be simulated sequence by sequence, nor
-    those that only repeat each other one by one. `rest_s`: the part of a shape's time that `decode_line` leaves out.
-    `starting_s`: how much longer the host takes if requests of so many tokens start.
-    `submit_s`: how long taking a request takes that comes while nothing is computed; what else comes meanwhile is in its step.
-    `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
+    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner
+    that works ahead hides. With `shape_s`, the time of a step by its shape, and `decode_line`, of a
+    step in which so many sequences decode the fixed part and what is added per token of all
+    contexts and per token of the longest, steps need not be simulated sequence by sequence, nor
+    those that only repeat each other one by one. `rest_s`: the part of a shape's time that
+    `decode_line` leaves out. `starting_s`: how much longer the host takes if requests of so many
+    tokens start. `submit_s`: how long taking a request takes that comes while nothing is computed;
+    what else comes meanwhile is in its step. `heat`: of a Heat, its decay, and what it adds to
+    steps in which all decode and to those with prompts."""
 
     def step_s(self, plan: StepPlan) -> float: ...
 
@@ -41,17 +43,30 @@ class StepShape(NamedTuple):
     pairs: int  # of a prompt's token and one that it sees
     num_draws: int  # tokens that are drawn
     num_new: int  # tokens of requests that start in this step
-    num_shared: int = 0  # of the context, what was counted once though more than one sees it: see Shapes
+    # of the context, what was counted once though more than one sees it: see Shapes
+    num_shared: int = 0
     longest_prompt: int = 0  # the most that a token of a prompt sees
     prompt_context: int = 0  # what the last tokens of prompts see
 
     def next(self) -> StepShape:
-        """The shape of the next step with the same sequences, of which at most one has a prompt that goes on."""
+        """The shape of the next step with the same sequences, of which at most one has a prompt
+        that goes on."""
         num, prompt = self.num_decoding, self.num_prompt
         context, longest = self.decode_context + num, self.longest + (num > 0)
         pairs, longest_prompt = self.pairs + prompt * prompt, self.longest_prompt + prompt
         seen = self.prompt_context + prompt
-        return StepShape(num, context, longest, prompt, pairs, self.num_draws, 0, self.num_shared, longest_prompt, seen)
+        return StepShape(
+            num,
+            context,
+            longest,
+            prompt,
+            pairs,
+            self.num_draws,
+            0,
+            self.num_shared,
+            longest_prompt,
+            seen,
+        )
 
 
 class Steady(Protocol):
@@ -67,15 +82,23 @@ class Steady(Protocol):
 
 
 class Shapes:
-    """Shapes of plans. It follows which pages the rows have, since some attention kernels read what rows share only once."""
+    """Shapes of plans. It follows which pages the rows have, since some attention kernels read what
+    rows share only once."""
 
     def __init__(self, page_size: int, shared_unit: int = 0, first_pays: bool = False) -> None:
-        """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each. They count in `num_shared` as
-        often as they are seen, or, if the first that sees them pays as if they were its own, once less."""
-        self._unit, self._pages, self._first_pays = shared_unit, shared_unit // page_size, first_pays
-        self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt, which may have left it
+        """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each.
+        They count in `num_shared` as often as they are seen, or, if the first that sees them pays
+        as if they were its own, once less."""
+        self._unit, self._pages, self._first_pays = (
+            shared_unit,
+            shared_unit // page_size,
+            first_pays,
+        )
+        # by row: the last page of each unit of its prompt, which may have left it
+        self._marks: dict[int, list[int]] = {}
         self._firsts: Counter[int] = Counter()  # of these pages, the first of each row
-        self._num_again = 0  # rows whose first is that of another row as well, less one for each such page
+        # rows whose first is that of another row as well, less one for each such page
+        self._num_again = 0
 
     def of(self, plan: StepPlan, steady: Steady | None = None) -> StepShape:
         """`steady`: has the sequences of the plan that have no items."""
@@ -96,11 +119,14 @@ class Shapes:
             context, most = steady.steady_context
             num_decoding, decode_context = num_decoding + num_steady, decode_context + context
             longest = most if most > longest else longest
-        for item in [item for item in plan.items if item.count > 1] if len(starts) < len(plan.items) else ():
+        for item in (
+            [item for item in plan.items if item.count > 1] if len(starts) < len(plan.items) else ()
+        ):
             end = item.start + item.count
             if item.count == item.num_drafts + 1:
                 num_decoding += item.count
-                decode_context += end if self._unit else item.count * end  # a token and its drafts share all of it
+                # a token and its drafts share all of it
+                decode_context += end if self._unit else item.count * end
                 longest = end if end > longest else longest
                 num_draws += item.count if item.samples else 0
             else:
@@ -144,7 +170,8 @@ class Shapes:
         self._marks[row] = marks
 
     def _shared(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Tokens of context that several sequences share, as they count in `num_shared`, and how many of these are not read."""
+        """Tokens of context that several sequences share, as they count in `num_shared`, and how
+        many of these are not read."""
         marks = self._marks
         firsts = Counter([own[0] for row in rows if (own := marks.get(row))])
         several = {page for page, num in firsts.items() if num > 1}
@@ -172,7 +199,10 @@ class LinearCost:
         return self.shape_s(Shapes(1).of(plan))
 
     def shape_s(self, shape: StepShape) -> float:
-        context, num_tokens = shape.decode_context + shape.prompt_context, shape.num_decoding + shape.num_prompt
+        context, num_tokens = (
+            shape.decode_context + shape.prompt_context,
+            shape.num_decoding + shape.num_prompt,
+        )
         return self.fixed_s + self.per_token_s * num_tokens + self.per_context_token_s * context
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
@@ -180,8 +210,9 @@ class LinearCost:
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Seconds by a number, straight between the points. Beyond the last it rises as it did over the last half: two points side by
-    side say little about what follows, and on a GPU the larger one may even take less."""
+    """Seconds by a number, straight between the points. Beyond the last it rises as it did over the
+    last half: two points side by side say little about what follows, and on a GPU the larger one
+    may even take less."""
 
     at: list[Amount]
     seconds: list[Seconds]
@@ -207,8 +238,9 @@ COLD = 12  # times the decay: after that, nothing is left
 
 
 class Heat:
-    """The heat that steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again
-    when there is less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
+    """The heat that steps with many tokens leave behind: a GPU at the limit of its power lowers its
+    clock, and raises it again when there is less to do. A level from 0 to 1 that falls by itself
+    and rises in steps with prompts."""
 
     def __init__(self, decay_s: float) -> None:
         self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0
@@ -230,8 +262,8 @@ class Heat:
 
 
 class FittedCost(msgspec.Struct, frozen=True):
-    """The cost that `fit` made of measured steps. Steps in which every sequence decodes have a curve of their own, since they run
-    as other code does: on a GPU as one CUDA graph."""
+    """The cost that `fit` made of measured steps. Steps in which every sequence decodes have a
+    curve of their own, since they run as other code does: on a GPU as one CUDA graph."""
 
     decode: Curve  # by sequences
     mixed: Curve  # by tokens, of steps with a prompt
@@ -241,20 +273,28 @@ class FittedCost(msgspec.Struct, frozen=True):
     pair_s: Seconds
     draw_s: Seconds  # per token drawn, in steps with a prompt
     new_token_s: Seconds  # per token of a request that starts
-    host_s: Seconds = 0.0  # planning and launching a step: waited for only where no step in flight takes longer
-    shared_s: Seconds = 0.0  # per token of context that is read once for several, as it counts in `num_shared`
-    shared_unit: Amount = 0  # tokens that are read once if they are the same; 0: all are read for each
+    # planning and launching a step: waited for only where no step in flight takes longer
+    host_s: Seconds = 0.0
+    # per token of context that is read once for several, as it counts in `num_shared`
+    shared_s: Seconds = 0.0
+    # tokens that are read once if they are the same; 0: all are read for each
+    shared_unit: Amount = 0
     decode_sizes: list[Amount] = []  # numbers of tokens that a step is padded to; none: it is not
     mixed_sizes: list[Amount] = []
-    longest_prompt_s: Seconds = 0.0  # per token of the longest context of a prompt: one tile of it takes all keys in turn
-    sharing_s: Seconds = 0.0  # of a step in which all decode and some share their context: one more kernel
+    # per token of the longest context of a prompt: one tile of it takes all keys in turn
+    longest_prompt_s: Seconds = 0.0
+    # of a step in which all decode and some share their context: one more kernel
+    sharing_s: Seconds = 0.0
     heat_decay_s: Seconds = 0.0  # see Heat; 0: steps do not depend on those before
     decode_rise: Rise = 0.0  # of a step's time, what full heat adds
     mixed_rise: Rise = 0.0
-    first_pays: bool = False  # of shared context, see Shapes: so on a CPU, whose caches have it for the others
-    submit_s: Seconds = 0.0  # from when a request comes while nothing is computed until the next step is planned
+    # of shared context, see Shapes: so on a CPU, whose caches have it for the others
+    first_pays: bool = False
+    # from when a request comes while nothing is computed until the next step is planned
+    submit_s: Seconds = 0.0
     host_new_s: Seconds = 0.0  # more of `host_s`, if a request starts
-    host_token_s: Seconds = 0.0  # and per token of it: keys of its pages, and what is sent to the device
+    # and per token of it: keys of its pages, and what is sent to the device
+    host_token_s: Seconds = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         """If no rows share pages."""
@@ -267,7 +307,13 @@ class FittedCost(msgspec.Struct, frozen=True):
             return fixed + context_s * shape.decode_context + longest_s * shape.longest + rest
         fixed = self.mixed.value(padded(shape.num_decoding + shape.num_prompt, self.mixed_sizes))
         attention = self.mixed_context_s * shape.decode_context + self.pair_s * shape.pairs
-        return fixed + attention + self.longest_prompt_s * shape.longest_prompt + self.draw_s * shape.num_draws + rest
+        return (
+            fixed
+            + attention
+            + self.longest_prompt_s * shape.longest_prompt
+            + self.draw_s * shape.num_draws
+            + rest
+        )
 
     def rest_s(self, shape: StepShape) -> float:
         sharing_s = self.sharing_s if shape.num_shared and not shape.num_prompt else 0.0
@@ -289,7 +335,11 @@ class FittedCost(msgspec.Struct, frozen=True):
         return self.heat_decay_s, self.decode_rise, self.mixed_rise
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
-        return self.decode.value(padded(num_decoding, self.decode_sizes)), self.decode_context_s, self.longest_s
+        return (
+            self.decode.value(padded(num_decoding, self.decode_sizes)),
+            self.decode_context_s,
+            self.longest_s,
+        )
 
 
 _SCALED = (

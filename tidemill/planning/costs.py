@@ -1,4 +1,5 @@
-"""Costs of a model on one device, as they were measured (`planning/profile.py`), and those of several devices, which follow."""
+"""Costs of a model on one device, as they were measured (`planning/profile.py`), and those of
+several devices, which follow."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ _TOKENS, _PAIRS = 2048, 10**6  # of a step at which rates of prompts are compare
 class Costs:
     """By model and shape; None: there is no profile."""
 
-    def __init__(self, models: Mapping[str, ModelConfig], hardware: Hardware, texts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        hardware: Hardware,
+        texts: Sequence[str] | None = None,
+    ) -> None:
         """`texts`: PROFILE, or MODEL=PROFILE for one of several models."""
         self.models, self._hardware = models, hardware
         self._profiles: dict[str, Profile] = {}
@@ -33,7 +39,11 @@ class Costs:
         if profile is None:
             return None
         model = self.models[name]
-        return derived(profile.cost, estimate(model, self._hardware, ONE), estimate(model, self._hardware, shape))
+        return derived(
+            profile.cost,
+            estimate(model, self._hardware, ONE),
+            estimate(model, self._hardware, shape),
+        )
 
     def _named(self, texts: Sequence[str]) -> dict[str, str]:
         found = {}
@@ -43,7 +53,9 @@ class Costs:
                 name = next(iter(self.models))
             if name not in self.models:
                 fix = f"Write MODEL=PROFILE with one of {', '.join(self.models)}."
-                raise ConfigError(f"--profile {text!r} is for no model of this plan.", fix=fix, param="profile")
+                raise ConfigError(
+                    f"--profile {text!r} is for no model of this plan.", fix=fix, param="profile"
+                )
             found[name] = profile
         return found
 
@@ -60,9 +72,19 @@ class Costs:
 def _checked(profile: Profile, source: str, model: ModelConfig) -> Profile:
     theirs = profile.model
     own = model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-    if own != (theirs.num_layers, theirs.hidden_size, theirs.num_heads, theirs.num_kv_heads, theirs.head_dim):
+    if own != (
+        theirs.num_layers,
+        theirs.hidden_size,
+        theirs.num_heads,
+        theirs.num_kv_heads,
+        theirs.head_dim,
+    ):
         fix = "Make one with `tidemill calibrate`, or give --profile none for estimates."
-        raise ConfigError(f"The profile {source} is of {theirs.name}, which has another shape.", fix=fix, param="profile")
+        raise ConfigError(
+            f"The profile {source} is of {theirs.name}, which has another shape.",
+            fix=fix,
+            param="profile",
+        )
     return profile
 
 
@@ -84,20 +106,27 @@ class Measured(FittedCost, frozen=True):
         return max(rate * (num - 1), num_steps * self.least_s, 0.0)
 
     def decode_floor_s(self, context: int) -> float:
-        """A lower bound of the time of a decode step; same as of an Estimate. Others may share the context."""
+        """A lower bound of the time of a decode step; same as of an Estimate. Others may share the
+        context."""
         return self.least_s
 
 
 def derived(cost: FittedCost, single: Estimate, cut: Estimate) -> Measured:
-    """The costs of several devices: each part is measured on one, times what the estimates say that cutting the model does to
-    it."""
+    """The costs of several devices: each part is measured on one, times what the estimates say that
+    cutting the model does to it."""
     values = {name: getattr(cost, name) for name in cost.__struct_fields__}
     if single == cut:
         return Measured(**values)
     by_context = cut.decode_line(1)[1] / single.decode_line(1)[1]
     changed = {
-        "decode": Curve(cost.decode.at, [s * _ratio(single, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)]),
-        "mixed": Curve(cost.mixed.at, [s * _ratio(single, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)]),
+        "decode": Curve(
+            cost.decode.at,
+            [s * _ratio(single, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)],
+        ),
+        "mixed": Curve(
+            cost.mixed.at,
+            [s * _ratio(single, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)],
+        ),
         "pair_s": cost.pair_s * _pair_s(cut) / _pair_s(single),
     }
     of_context = ("decode_context_s", "longest_s", "mixed_context_s", "shared_s")

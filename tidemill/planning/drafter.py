@@ -14,14 +14,15 @@ _WRONG = 2**29  # added to the token of a sequence: another one
 
 
 def token_of(seq: int) -> int:
-    """A sequence has one token of its own, again and again: no two outputs are found as one in the prefix cache."""
+    """A sequence has one token of its own, again and again: no two outputs are found as one in the
+    prefix cache."""
     return FIRST_TOKEN + seq
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`acceptance`: how likely a draft is right if those before it are. `draft_s`: what the drafter takes for one more draft of
-    all sequences; 0: it is free, as one that looks into the text is."""
+    """`acceptance`: how likely a draft is right if those before it are. `draft_s`: what the drafter
+    takes for one more draft of all sequences; 0: it is free, as one that looks into the text is."""
 
     acceptance: float
     max_drafts: int = 8
@@ -45,7 +46,8 @@ class SimDrafter:
 
 
 def drawn(item: StepItem, acceptance: float) -> list[int]:
-    """The tokens of a sequence that a step draws: its own for as long as drafts are right, then another."""
+    """The tokens of a sequence that a step draws: its own for as long as drafts are right, then
+    another."""
     token, first = token_of(item.seq), item.start + item.count - item.num_drafts
     num_right = 0
     while num_right < max(item.num_drafts, 1) and _chance(item.seq, first + num_right) < acceptance:
@@ -57,6 +59,8 @@ def drawn(item: StepItem, acceptance: float) -> list[int]:
 
 def _chance(seq: int, position: int) -> float:
     """From 0 to 1, the same whenever it is asked for."""
-    mixed = (seq * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+    mixed = (seq * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (
+        2**64 - 1
+    )
     mixed = ((mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93) & (2**64 - 1)
     return (mixed ^ (mixed >> 32)) / 2**64

@@ -12,7 +12,30 @@ import numpy as np
 from tidemill.errors import ConfigError
 from tidemill.planning.cost import Curve, FittedCost, Heat, StepShape, padded
 
-_LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_LADDER = (
+    *range(1, 9),
+    10,
+    12,
+    14,
+    16,
+    20,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1280,
+    1536,
+    1792,
+    2048,
+)
 _ROUNDS = 6  # of leaving out what the others contradict
 _OUTLIER = 5.0  # times the median error
 _LEAST = 3  # samples of a point
@@ -21,9 +44,9 @@ _DECAY_S = 0.05  # of heat, as seen on an H200; 0.03 to 0.1 fit its steps about 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A step that was measured. `follows`: directly after another, so that its time is from that one's end to its own; else it
-    is from where the host began to plan it. `host_s`: until it was launched. `submit_s`: before that, how long taking its first
-    request took."""
+    """A step that was measured. `follows`: directly after another, so that its time is from that
+    one's end to its own; else it is from where the host began to plan it. `host_s`: until it was
+    launched. `submit_s`: before that, how long taking its first request took."""
 
     shape: StepShape
     seconds: float
@@ -34,8 +57,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The relative errors of the fit on the steps that it was made from: the median, the 90th percentile, and the sum of all
-    steps."""
+    """The relative errors of the fit on the steps that it was made from: the median, the 90th
+    percentile, and the sum of all steps."""
 
     num_samples: int
     median: float
@@ -50,17 +73,23 @@ def fit(
     steps_ahead: int = 0,
     shared_unit: int = 0,
 ) -> tuple[FittedCost, Errors]:
-    """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what steps are padded to.
-    `steps_ahead`: of the runner; without, the host's time is part of every step's. `shared_unit`: of attention, see `Shapes`."""
+    """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what
+    steps are padded to. `steps_ahead`: of the runner; without, the host's time is part of every
+    step's. `shared_unit`: of attention, see `Shapes`."""
     submits = [sample.submit_s for sample in samples if not sample.follows and sample.submit_s]
     if not steps_ahead:
         samples = [replace(sample, follows=True) for sample in samples]
     num_mixed = sum(1 for sample in samples if sample.follows and sample.shape.num_prompt)
     num_decode = sum(1 for sample in samples if sample.follows and not sample.shape.num_prompt)
     if num_decode < 2 * _LEAST or num_mixed < 2 * _LEAST:
-        raise ConfigError("There are too few measured steps to fit a profile.", fix="Measure for longer: --seconds.")
+        raise ConfigError(
+            "There are too few measured steps to fit a profile.",
+            fix="Measure for longer: --seconds.",
+        )
     # On a GPU steps depend on those before. Elsewhere noise would be taken for it.
-    cost = _fit_with(samples, [*decode_sizes], [*mixed_sizes], shared_unit, _DECAY_S if mixed_sizes else 0.0)
+    cost = _fit_with(
+        samples, [*decode_sizes], [*mixed_sizes], shared_unit, _DECAY_S if mixed_sizes else 0.0
+    )
     cost = msgspec.structs.replace(cost, submit_s=statistics.median(submits) if submits else 0.0)
     if steps_ahead:
         host_s, new_s, token_s = _host(samples)
@@ -69,21 +98,53 @@ def fit(
 
 
 def _fit_with(
-    samples: Sequence[Sample], decode_sizes: list[int], mixed_sizes: list[int], shared_unit: int, decay_s: float
+    samples: Sequence[Sample],
+    decode_sizes: list[int],
+    mixed_sizes: list[int],
+    shared_unit: int,
+    decay_s: float,
 ) -> FittedCost:
-    steady = [(sample, level) for sample, level in zip(samples, _levels(samples, decay_s), strict=True) if sample.follows]
-    decode = [(sample.shape, sample.seconds, level) for sample, level in steady if not sample.shape.num_prompt]
-    mixed = [(sample.shape, sample.seconds, level) for sample, level in steady if sample.shape.num_prompt]
+    steady = [
+        (sample, level)
+        for sample, level in zip(samples, _levels(samples, decay_s), strict=True)
+        if sample.follows
+    ]
+    decode = [
+        (sample.shape, sample.seconds, level)
+        for sample, level in steady
+        if not sample.shape.num_prompt
+    ]
+    mixed = [
+        (sample.shape, sample.seconds, level) for sample, level in steady if sample.shape.num_prompt
+    ]
     d_curve, (d_context, d_longest, d_new, d_shared, d_sharing), d_rise = _fit_kind(
         [padded(shape.num_decoding, decode_sizes) for shape, _, _ in decode],
-        [[shape.decode_context, shape.longest, shape.num_new, shape.num_shared, shape.num_shared > 0] for shape, _, _ in decode],
+        [
+            [
+                shape.decode_context,
+                shape.longest,
+                shape.num_new,
+                shape.num_shared,
+                shape.num_shared > 0,
+            ]
+            for shape, _, _ in decode
+        ],
         [seconds for _, seconds, _ in decode],
         [level for _, _, level in decode],
         decode_sizes,
     )
     m_curve, (m_context, m_pairs, m_draws, m_new, m_longest), m_rise = _fit_kind(
         [padded(shape.num_decoding + shape.num_prompt, mixed_sizes) for shape, _, _ in mixed],
-        [[shape.decode_context, shape.pairs, shape.num_draws, shape.num_new, shape.longest_prompt] for shape, _, _ in mixed],
+        [
+            [
+                shape.decode_context,
+                shape.pairs,
+                shape.num_draws,
+                shape.num_new,
+                shape.longest_prompt,
+            ]
+            for shape, _, _ in mixed
+        ],
         [seconds - d_shared * shape.num_shared for shape, seconds, _ in mixed],
         [level for _, _, level in mixed],
         mixed_sizes,
@@ -110,8 +171,8 @@ def _fit_with(
 
 
 def _host(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """The host's time for planning and launching, the time that a step with new requests adds, and the time per token of
-    these."""
+    """The host's time for planning and launching, the time that a step with new requests adds, and
+    the time per token of these."""
     going_on = [sample.host_s for sample in samples if not sample.shape.num_new]
     starting = [(sample.shape.num_new, sample.host_s) for sample in samples if sample.shape.num_new]
     host_s = statistics.median(going_on or [own_s for _, own_s in starting])
@@ -133,7 +194,8 @@ def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:
         return [0.0] * len(samples)
     heat, now, levels = Heat(decay_s), 0.0, []
     for sample in samples:
-        if not sample.follows:  # how long the device was idle is not known; those steps are not fitted
+        # how long the device was idle is not known; those steps are not fitted
+        if not sample.follows:
             heat = Heat(decay_s)
         levels.append(heat.level(now))
         if sample.shape.num_prompt:
@@ -155,10 +217,15 @@ def errors_of(cost: FittedCost, samples: Sequence[Sample]) -> Errors:
 
 
 def _fit_kind(
-    sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequence[float], levels: Sequence[float], ladder: Sequence[int]
+    sizes: Sequence[int],
+    more: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    levels: Sequence[float],
+    ladder: Sequence[int],
 ) -> tuple[Curve, list[float], float]:
-    """A curve over the sizes, a rate for each other column, and what full heat adds; none is negative. `ladder`: sizes that there
-    are, if they are few: for each of them other code may run, so the curve may fall. Else it never does."""
+    """A curve over the sizes, a rate for each other column, and what full heat adds; none is
+    negative. `ladder`: sizes that there are, if they are few: for each of them other code may run,
+    so the curve may fall. Else it never does."""
     knots = _knots(sizes, ladder)
     hats = np.array([_hat(knots, size) for size in sizes])
     # A point is the sum of the rises up to it, each of them 0 or more.
@@ -169,24 +236,30 @@ def _fit_kind(
     found, said = np.zeros(matrix.shape[1]), measured
     for _ in range(_ROUNDS):
         cold = measured / (1 + rise * heat)
-        # Relative to what the last round said: relative to what was measured, steps that took long would count less, and the fit
-        # would be below the mean.
+        # Relative to what the last round said: relative to what was measured, steps that took long
+        # would count less, and the fit would be below the mean.
         found = _least_squares(matrix[kept] / said[kept, None], cold[kept] / said[kept])
         said = np.maximum(matrix @ found, 1e-9)
         off = np.abs(cold / said - 1)
         kept = off <= max(_OUTLIER * float(np.median(off[kept])), 0.02)
         if heat.any():
             base, slope = np.linalg.lstsq(
-                np.stack([np.ones(kept.sum()), heat[kept]], 1), measured[kept] / (matrix[kept] @ found), rcond=None
+                np.stack([np.ones(kept.sum()), heat[kept]], 1),
+                measured[kept] / (matrix[kept] @ found),
+                rcond=None,
             )[0]
             rise = min(max(slope / base, 0.0), 1.0)
     curve = points @ found[: len(knots)]
-    return Curve(knots, [float(value) for value in curve]), [float(rate) for rate in found[len(knots) :]], float(rise)
+    return (
+        Curve(knots, [float(value) for value in curve]),
+        [float(rate) for rate in found[len(knots) :]],
+        float(rise),
+    )
 
 
 def _least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The least-squares solution of matrix @ x = values, without negative x: columns that would be are left out, the most
-    negative first."""
+    """The least-squares solution of matrix @ x = values, without negative x: columns that would be
+    are left out, the most negative first."""
     scale = np.linalg.norm(matrix, axis=0)
     used = scale > 0
     found = np.zeros(matrix.shape[1])
@@ -202,7 +275,17 @@ def _least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _knots(sizes: Sequence[int], points: Sequence[int]) -> list[int]:
     """Points of the ladder that enough samples are near to."""
     low, high = min(sizes), max(sizes)
-    ladder = sorted({low, *(point for point in points or (*_LADDER, *range(2560, high, 512)) if low < point < high), high})
+    ladder = sorted(
+        {
+            low,
+            *(
+                point
+                for point in points or (*_LADDER, *range(2560, high, 512))
+                if low < point < high
+            ),
+            high,
+        }
+    )
     kept = [ladder[0]]
     for point in ladder[1:]:
         if point == high or sum(1 for size in sizes if kept[-1] < size <= point) >= _LEAST:

@@ -1,4 +1,5 @@
-"""Rows of a recording in one simulated engine or in several alike, with what the server adds to their times."""
+"""Rows of a recording in one simulated engine or in several alike, with what the server adds to
+their times."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Delays:
 @dataclass(slots=True)
 class FleetRun:
     engines: list[SimEngine]
-    records: list[Record] = field(default_factory=list)  # one of each sample, in the order of arrival
+    # one of each sample, in the order of arrival
+    records: list[Record] = field(default_factory=list)
     is_complete: bool = True
 
 
@@ -42,7 +44,11 @@ class _Follower:
 
     def begin(self, arrival: Arrival, engine: SimEngine) -> None:
         """`arrival`: as the server got it."""
-        for name in [f"{arrival.request_id}:{i}" for i in range(arrival.n)] if arrival.n > 1 else [arrival.request_id]:
+        for name in (
+            [f"{arrival.request_id}:{i}" for i in range(arrival.n)]
+            if arrival.n > 1
+            else [arrival.request_id]
+        ):
             record = Record(arrival.arrival_s, arrival.arrival_s, num_prompt=arrival.num_prompt)
             self._run.records.append(record)
             self._open.append((arrival, name, engine, record))
@@ -76,14 +82,16 @@ def run_rows(
     length_scale: float = 1.0,
     gives_up: Callable[[list[Record]], bool] | None = None,
 ) -> FleetRun:
-    """`gives_up`: asked now and then about the records so far, of which those that have not ended have no token; the rest is not
-    simulated then."""
+    """`gives_up`: asked now and then about the records so far, of which those that have not ended
+    have no token; the rest is not simulated then."""
     delays = delays or Delays()
     engines = [SimEngine(config, cost, keeps_events=False) for _ in range(num_engines)]
     turns = [Turns(config.page_size) for _ in engines]
     placement, run = Placement(), FleetRun(engines)
     follower = _Follower(run, delays)
-    arrivals = coming(rows, time_scale=time_scale, length_scale=length_scale, max_context=config.max_context)
+    arrivals = coming(
+        rows, time_scale=time_scale, length_scale=length_scale, max_context=config.max_context
+    )
     for number, (row, asked) in enumerate(zip(rows, arrivals, strict=True), 1):
         at_s = asked.arrival_s + delays.before_s
         for engine in engines:
@@ -95,7 +103,13 @@ def run_rows(
         abort_s = None if asked.abort_s is None else asked.abort_s + delays.before_s
         engine.submit(replace(asked, arrival_s=at_s, prompt_ids=prompt_ids, abort_s=abort_s))
         if row.outputs and len(prompt_ids) == row.num_prompt:
-            turns[which].add(asked.prompt_ids, prompt_ids, row.salt, row.outputs, engine.seqs_of(asked.request_id))
+            turns[which].add(
+                asked.prompt_ids,
+                prompt_ids,
+                row.salt,
+                row.outputs,
+                engine.seqs_of(asked.request_id),
+            )
         follower.begin(replace(asked, prompt_ids=()), engine)
         if number % _LOOK_EVERY == 0:
             follower.look()
@@ -112,6 +126,8 @@ def _place(placement: Placement, arrival: Arrival, engines: Sequence[SimEngine])
     """As the server places requests in its engines."""
     prompt = array("Q", arrival.prompt_ids).tobytes()
     keys = prefix_keys(arrival.salt.encode(), prompt, BLOCK_LEN * 8)
-    chosen = placement.choose(keys, {str(number): engine.num_under_way for number, engine in enumerate(engines)})
+    chosen = placement.choose(
+        keys, {str(number): engine.num_under_way for number, engine in enumerate(engines)}
+    )
     placement.note(chosen.name, keys)
     return int(chosen.name)

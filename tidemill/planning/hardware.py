@@ -1,9 +1,11 @@
 """Devices, and what a step of a model costs on a group of them: estimated from the model's shape.
 
-A step takes the longer of computing its tokens and reading the weights; then reading the KV cache of sequences that decode and
-computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights,
-computing and sending. Layers with a window read what they would read on average over the load (`Seen`).
-A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the stages.
+A step takes the longer of computing its tokens and reading the weights; then reading the KV cache
+of sequences that decode and computing the attention of prompts; then what ranks send each other,
+and a fixed part. `parallel/layouts.py` has weights, computing and sending. Layers with a window
+read what they would read on average over the load (`Seen`). A pipeline works as
+`runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the
+stages.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _USABLE = 0.9  # of the memory: the rest is activations, graphs and the allocato
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device, and how it is linked to others. `link`: bytes a second by which a KV cache travels, through host memory."""
+    """A device, and how it is linked to others. `link`: bytes a second by which a KV cache travels,
+    through host memory."""
 
     name: str
     device: layouts.Device
@@ -47,9 +50,22 @@ class Hardware:
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
-        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 40e9, 250e-6, has_pipelines=False),
-        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 20e9, 300e-6, has_pipelines=False),
-        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 4e9, 1e-3, has_pipelines=True),
+        Hardware(
+            "H200",
+            layouts.DEVICES["h200"],
+            141_000_000_000,
+            8,
+            8,
+            40e9,
+            250e-6,
+            has_pipelines=False,
+        ),
+        Hardware(
+            "A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 20e9, 300e-6, has_pipelines=False
+        ),
+        Hardware(
+            "CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 4e9, 1e-3, has_pipelines=True
+        ),
     )
 }
 
@@ -59,7 +75,10 @@ def parse_devices(text: str) -> tuple[int, Hardware]:
     match = re.fullmatch(r"(\d{1,6})\s*[x*]\s*(\w+)", text.strip())
     found = match and HARDWARE.get(match[2].upper())
     if not match or not found or int(match[1]) < 1:
-        raise ConfigError(f"--devices {text!r} is not a number and a device.", fix=f"Known: 8x{', 8x'.join(HARDWARE)}.")
+        raise ConfigError(
+            f"--devices {text!r} is not a number and a device.",
+            fix=f"Known: 8x{', 8x'.join(HARDWARE)}.",
+        )
     return int(match[1]), found
 
 
@@ -104,7 +123,12 @@ class Estimate:
         return self.shape_s(Shapes(1).of(plan))
 
     def shape_s(self, shape: StepShape) -> float:
-        return self.seconds(shape.num_decoding + shape.num_prompt, shape.num_draws, shape.decode_context, shape.pairs)
+        return self.seconds(
+            shape.num_decoding + shape.num_prompt,
+            shape.num_draws,
+            shape.decode_context,
+            shape.pairs,
+        )
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
         fixed = self.seconds(num_decoding, num_decoding, 0, 0)
@@ -112,10 +136,15 @@ class Estimate:
         return fixed, self.kv_token_s * (self.stages + num - 1) / num, 0.0
 
     def _num_batches(self, num_tokens: int) -> int:
-        return 1 if self.stages == 1 else max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
+        return (
+            1
+            if self.stages == 1
+            else max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
+        )
 
     def seconds(self, num_tokens: int, num_draws: int, context: int, pairs: int) -> float:
-        """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one that it sees."""
+        """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one
+        that it sees."""
         num = self._num_batches(num_tokens)
         stage_s = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
         hop = self.hop_s + self.hop_token_s * num_tokens / num
@@ -123,11 +152,21 @@ class Estimate:
 
     def _stage_s(self, num_tokens: float, num_draws: float, context: float, pairs: float) -> float:
         weights = self.weights_s if num_tokens >= self.num_few else self.few_weights_s
-        linear = max(self.token_s * num_tokens + self.draw_s * num_draws, weights) + self.state_s * num_draws
-        return linear + self.kv_token_s * context + self.pair_s * pairs + self.sent_s + self.sent_token_s * num_tokens
+        linear = (
+            max(self.token_s * num_tokens + self.draw_s * num_draws, weights)
+            + self.state_s * num_draws
+        )
+        return (
+            linear
+            + self.kv_token_s * context
+            + self.pair_s * pairs
+            + self.sent_s
+            + self.sent_token_s * num_tokens
+        )
 
     def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
-        """No way of computing tokens start..end-1 in steps of at most `budget` takes less time, whoever else is in the steps."""
+        """No way of computing tokens start..end-1 in steps of at most `budget` takes less time,
+        whoever else is in the steps."""
         num, num_steps = end - start, -(-(end - start) // budget)
         linear = max(self.token_s * num, num_steps * self.few_weights_s)
         attention = self.pair_s * (num * (start + end + 1) // 2)
@@ -135,15 +174,21 @@ class Estimate:
 
     def decode_floor_s(self, context: int) -> float:
         """No step that decodes a sequence of so many tokens takes less time."""
-        return self.fixed_s + self.stages * (self.few_weights_s + self.sent_s + self.hop_s) + self.kv_token_s * context
+        return (
+            self.fixed_s
+            + self.stages * (self.few_weights_s + self.sent_s + self.hop_s)
+            + self.kv_token_s * context
+        )
 
 
-Cache: TypeAlias = tuple[CacheLayout, int]  # of an engine; the bytes of a page on the device with the largest
+# of an engine; the bytes of a page on the device with the largest
+Cache: TypeAlias = tuple[CacheLayout, int]
 
 
 class Seen:
-    """The part of the tokens before it that a token of a load sees in a layer with a window: on average, since a step's cost
-    knows the sum of all contexts and not each. `lengths`: of each request, its prompt and its output."""
+    """The part of the tokens before it that a token of a load sees in a layer with a window: on
+    average, since a step's cost knows the sum of all contexts and not each. `lengths`: of each
+    request, its prompt and its output."""
 
     def __init__(self, lengths: Iterable[tuple[int, int]] = ()) -> None:
         self._lengths = list(lengths)
@@ -152,7 +197,9 @@ class Seen:
         return self._part(window, (range(1, prompt + 1) for prompt, _ in self._lengths))
 
     def by_outputs(self, window: int) -> float:
-        return self._part(window, (range(prompt + 1, prompt + output + 1) for prompt, output in self._lengths))
+        return self._part(
+            window, (range(prompt + 1, prompt + output + 1) for prompt, output in self._lengths)
+        )
 
     def at_once(self, window: int) -> float:
         """The part of its prompt that is still seen when it ends."""
@@ -174,16 +221,21 @@ def _sum_to(num: int, most: int = 0) -> int:
     return rising * (rising + 1) // 2 + (num - rising) * most
 
 
-def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | None = None) -> Estimate:
-    """The estimated cost of a model whose weights and KV cache are stored as the device's own. `seen`: None: no layer has a
-    window."""
+def estimate(
+    model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | None = None
+) -> Estimate:
+    """The estimated cost of a model whose weights and KV cache are stored as the device's own.
+    `seen`: None: no layer has a window."""
     device, stages, seen = hardware.device, shape.stages, seen or Seen()
 
     def cost(num_tokens: int, context: int = 0) -> layouts.Cost:
-        return layouts.cost(model, Layout(), shape.tensor, Phase("step", num_tokens, 1, context), device)
+        return layouts.cost(
+            model, Layout(), shape.tensor, Phase("step", num_tokens, 1, context), device
+        )
 
     first, two, many = cost(1), cost(2), cost(2**20)
-    head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
+    # the part of computing that is the logits'
+    head = model.vocab_size * model.hidden_size / model.num_active_parameters
     tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
     specs = model.token_layers
     by_prompts = of_windows(model, seen.by_prompts)
@@ -225,18 +277,23 @@ def _mean_of_layers(model: ModelConfig, part: Callable[[int], float]) -> float:
 
 
 def sent_bytes(model: ModelConfig, hardware: Hardware, seen: Seen) -> float:
-    """The bytes sent for a prompt's token when a request moves to another engine: what its layers still see, on average."""
+    """The bytes sent for a prompt's token when a request moves to another engine: what its layers
+    still see, on average."""
     return model.kv_bytes_per_token(kv_dtype(hardware)) * _mean_of_layers(model, seen.at_once)
 
 
-def free_bytes(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> float:
-    """The free bytes of each device, for a KV cache beside the weights; below 0: not even those fit. `taken_bytes`: of each
-    device."""
+def free_bytes(
+    model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0
+) -> float:
+    """The free bytes of each device, for a KV cache beside the weights; below 0: not even those
+    fit. `taken_bytes`: of each device."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
     return _USABLE * hardware.memory_bytes - taken_bytes - weights
 
 
-def cache_of(model: ModelConfig, hardware: Hardware, shape: Shape, page_size: int, context: int) -> Cache | None:
+def cache_of(
+    model: ModelConfig, hardware: Hardware, shape: Shape, page_size: int, context: int
+) -> Cache | None:
     """The cache in the layout of an engine of this shape. None: the model cannot be cut so."""
     if (model.num_heads or shape.tensor) % shape.tensor or model.num_layers < shape.stages:
         return None
@@ -248,7 +305,10 @@ def cache_of(model: ModelConfig, hardware: Hardware, shape: Shape, page_size: in
     except ConfigError:
         return None
     stages = stages_of(counts_of(computed_ends(model, shape.stages))) if shape.stages > 1 else []
-    held = max([layout.only(kv_layers(model, stage)) for stage in stages] or [layout], key=lambda part: part.layers_per_page)
+    held = max(
+        [layout.only(kv_layers(model, stage)) for stage in stages] or [layout],
+        key=lambda part: part.layers_per_page,
+    )
     return layout, bytes_of_page(part, dtype, page_size, held)
 
 
@@ -256,5 +316,7 @@ def with_link(hardware: Hardware, link: float | None) -> Hardware:
     if link is None:
         return hardware
     if not 1 <= link < 1e18:
-        raise ConfigError("--link must be above 0.", fix="Give the bytes a second, like 40G.", param="link")
+        raise ConfigError(
+            "--link must be above 0.", fix="Give the bytes a second, like 40G.", param="link"
+        )
     return replace(hardware, link=link)

@@ -30,13 +30,19 @@ def parse_lengths(text: str, name: str) -> Lengths:
     """Like 1000, or 500-1500."""
     parts = text.split("-")
     if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
-        raise ConfigError(f"{name} {text!r} is not a number of tokens.", fix="Write 1000, or 500-1500.")
+        raise ConfigError(
+            f"{name} {text!r} is not a number of tokens.", fix="Write 1000, or 500-1500."
+        )
     if int(parts[0]) > int(parts[-1]):
-        raise ConfigError(f"{name} {text!r} ends before it begins.", fix=f"Write {parts[1]}-{parts[0]}.")
+        raise ConfigError(
+            f"{name} {text!r} ends before it begins.", fix=f"Write {parts[1]}-{parts[0]}."
+        )
     return Lengths(int(parts[0]), int(parts[-1]))
 
 
-def poisson(rates: Sequence[tuple[str, float]], num: int, prompt: Lengths, output: Lengths, seed: int = 0) -> list[Job]:
+def poisson(
+    rates: Sequence[tuple[str, float]], num: int, prompt: Lengths, output: Lengths, seed: int = 0
+) -> list[Job]:
     """`rates`: of each model. `num`: jobs in all."""
     rng = random.Random(seed)
     total = math.fsum(rate for _, rate in rates)
@@ -48,20 +54,33 @@ def poisson(rates: Sequence[tuple[str, float]], num: int, prompt: Lengths, outpu
     return jobs
 
 
-def read_trace(path: Path, model: str = "", limit: int = MAX_REQUESTS, speed: float = 1.0) -> list[Job]:
+def read_trace(
+    path: Path, model: str = "", limit: int = MAX_REQUESTS, speed: float = 1.0
+) -> list[Job]:
     """`speed`: its time passes so many times faster."""
     rows = read_rows(path, limit)
     most = max(row.num_prompt + row.num_output for row in rows)
     if most > _MOST:
-        raise ConfigError(f"{path} cannot be read as a trace: a request has {most:,} tokens.", fix=f"At most {_MOST:,} are.")
+        raise ConfigError(
+            f"{path} cannot be read as a trace: a request has {most:,} tokens.",
+            fix=f"At most {_MOST:,} are.",
+        )
     return [
-        Job(number, row.at_s / speed, max(row.num_prompt, 1), max(row.num_output, 1), row.long_blocks, model)
+        Job(
+            number,
+            row.at_s / speed,
+            max(row.num_prompt, 1),
+            max(row.num_output, 1),
+            row.long_blocks,
+            model,
+        )
         for number, row in enumerate(rows)
     ]
 
 
 def copies(jobs: Sequence[Job], num: int) -> Iterator[Job]:
-    """The load so many times: the same requests of other users, who share no prefix with each other, a little apart in time."""
+    """The load so many times: the same requests of other users, who share no prefix with each
+    other, a little apart in time."""
     most = 1 + max((block for job in jobs for block in job.blocks), default=0)
     gap = (jobs[-1].at_s - jobs[0].at_s) / max(len(jobs) - 1, 1) / num
     for job in jobs:

@@ -12,12 +12,15 @@ from tidemill.sched.clock import VirtualClock
 class SimMover:
     """Loads and stores of each tier go over a line of their own, one page after the other."""
 
-    def __init__(self, clock: VirtualClock, page_bytes: int, host_rate: float, disk_rate: float) -> None:
+    def __init__(
+        self, clock: VirtualClock, page_bytes: int, host_rate: float, disk_rate: float
+    ) -> None:
         """Rates: bytes a second."""
         self._clock, self._page_bytes = clock, page_bytes
         self._rates = {Tier.HOST: host_rate, Tier.DISK: disk_rate}
         self._free_s: dict[tuple[Tier, bool], float] = {}
-        self._under_way: list[tuple[float, int, float]] = []  # a heap: end, number of the move, seconds
+        # a heap: end, number of the move, seconds
+        self._under_way: list[tuple[float, int, float]] = []
 
     def begin(self, moves: Sequence[PageMove]) -> None:
         for move in moves:

@@ -9,9 +9,28 @@ from functools import cached_property
 
 from tidemill.config.cache import STATE_INTERVAL
 from tidemill.errors import ConfigError
-from tidemill.planning.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
+from tidemill.planning.cluster import (
+    BOTH,
+    PREFILL,
+    Cluster,
+    EngineSpec,
+    Job,
+    Prefilled,
+    Served,
+    num_short,
+)
 from tidemill.planning.cost import CostModel
-from tidemill.planning.hardware import ONE, Cache, Hardware, Seen, Shape, cache_of, estimate, free_bytes, sent_bytes
+from tidemill.planning.hardware import (
+    ONE,
+    Cache,
+    Hardware,
+    Seen,
+    Shape,
+    cache_of,
+    estimate,
+    free_bytes,
+    sent_bytes,
+)
 from tidemill.planning.simulator import SimConfig
 from tidemill.types.model_config import ModelConfig
 
@@ -20,14 +39,16 @@ _LINK_LATENCY_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds until the first token and per token after it, and the part of the requests that must get both."""
+    """Seconds until the first token and per token after it, and the part of the requests that must
+    get both."""
 
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9
 
     def scale(self, served: Served) -> float:
-        """By which factor the limits would have to be multiplied for this request to be within them."""
+        """By which factor the limits would have to be multiplied for this request to be within
+        them."""
         return max(served.ttft_s / self.ttft_s, served.tpot_s / self.tpot_s)
 
     def num_needed(self, num: int) -> int:
@@ -100,11 +121,16 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        several = any(pool.models != self.pools[0].models or len(pool.models) > 1 for pool in self.pools)
+        several = any(
+            pool.models != self.pools[0].models or len(pool.models) > 1 for pool in self.pools
+        )
         parts = []
         for pool in self.pools:
             role = "" if pool.role == BOTH else f" {pool.role}"
-            parts.append(f"{pool.num} × {pool.shape}{role}" + (f" ({', '.join(pool.models)})" if several else ""))
+            parts.append(
+                f"{pool.num} × {pool.shape}{role}"
+                + (f" ({', '.join(pool.models)})" if several else "")
+            )
         return " + ".join(parts)
 
 
@@ -126,7 +152,9 @@ class Case:
     def cost(self, name: str, shape: Shape) -> CostModel:
         found = self._made.get((name, shape))
         if found is None:
-            found = self.costs(name, shape) or estimate(self.models[name], self.hardware, shape, self.seen[name])
+            found = self.costs(name, shape) or estimate(
+                self.models[name], self.hardware, shape, self.seen[name]
+            )
             self._made[name, shape] = found
         return found
 
@@ -148,11 +176,19 @@ class Case:
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
         """The bytes of a token that moves to another engine."""
-        return {name: sent_bytes(model, self.hardware, self.seen[name]) for name, model in self.models.items()}
+        return {
+            name: sent_bytes(model, self.hardware, self.seen[name])
+            for name, model in self.models.items()
+        }
 
     def page_size_of(self, name: str) -> int:
-        """The page size of a model. Where there are states, whole pages lie between those that are kept."""
-        return math.gcd(self.page_size, STATE_INTERVAL) if self.models[name].has_states else self.page_size
+        """The page size of a model. Where there are states, whole pages lie between those that are
+        kept."""
+        return (
+            math.gcd(self.page_size, STATE_INTERVAL)
+            if self.models[name].has_states
+            else self.page_size
+        )
 
     def cache(self, name: str, shape: Shape) -> Cache | None:
         """The cache of a model in this shape; same as `cache_of`."""
@@ -163,13 +199,16 @@ class Case:
         return self._caches[name, shape]
 
     def num_pages(self, name: str, shape: Shape, models: Sequence[str]) -> int:
-        """In the KV cache of a model that shares devices with others; 0 or less: there is no room for one."""
+        """In the KV cache of a model that shares devices with others; 0 or less: there is no room
+        for one."""
         cache = self.cache(name, shape)
         if cache is None:
             return 0
         others = sum(self.models[other].num_parameters for other in models if other != name)
         taken = others * self.hardware.device.weight_bytes / shape.num_devices
-        return int(free_bytes(self.models[name], self.hardware, shape, taken) // (cache[1] * len(models)))
+        return int(
+            free_bytes(self.models[name], self.hardware, shape, taken) // (cache[1] * len(models))
+        )
 
     def fits(self, pool: Pool) -> bool:
         """Each model has room for its longest request."""
@@ -178,18 +217,27 @@ class Case:
     def _fits(self, name: str, pool: Pool) -> bool:
         cache, longest = self.cache(name, pool.shape), self.longest[name] + self.page_size_of(name)
         num_pages = self.num_pages(name, pool.shape, pool.models)
-        return cache is not None and num_pages >= cache[0].num_pages_for(longest, pool.limits.token_budget)
+        return cache is not None and num_pages >= cache[0].num_pages_for(
+            longest, pool.limits.token_budget
+        )
 
     def specs(self, plan: Plan) -> list[EngineSpec]:
         specs = []
         for number, pool in enumerate(plan.pools):
             for i in range(pool.num):
                 devices = f"{number}.{i}" if len(pool.models) > 1 else ""
-                specs += [self._spec(name, pool, devices, i * pool.cells // pool.num) for name in pool.models]
+                specs += [
+                    self._spec(name, pool, devices, i * pool.cells // pool.num)
+                    for name in pool.models
+                ]
         return specs
 
     def _spec(self, name: str, pool: Pool, devices: str, cell: int) -> EngineSpec:
-        limits, page_size, cache = pool.limits, self.page_size_of(name), self.cache(name, pool.shape)
+        limits, page_size, cache = (
+            pool.limits,
+            self.page_size_of(name),
+            self.cache(name, pool.shape),
+        )
         assert cache is not None
         config = SimConfig(
             policy=limits.policy,
@@ -218,8 +266,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The simulator's verdict on a plan. `strain`: the factor by which the limits, or the budget, would have to be larger for the
-    plan to keep them: it does so up to 1."""
+    """The simulator's verdict on a plan. `strain`: the factor by which the limits, or the budget,
+    would have to be larger for the plan to keep them: it does so up to 1."""
 
     plan: Plan
     strain: float
@@ -264,7 +312,8 @@ class Evaluator:
     def __init__(self, case: Case) -> None:
         self.case, self.num_simulated = case, 0
         self._prefilled: dict[Pool, dict[int, Prefilled]] = {}
-        self._late: dict[Pool, float] = {}  # prefill pools that were given up: their scale is larger than this
+        # prefill pools that were given up: their scale is larger than this
+        self._late: dict[Pool, float] = {}
 
     def evaluate(self, plan: Plan, limit: float = math.inf) -> Result | None:
         """None: its strain is larger than the limit."""
@@ -290,20 +339,30 @@ class Evaluator:
         if limit <= self._late.get(pool, -1.0):
             return None
         self.num_simulated += 1
-        race = None if limit == math.inf else Race(self.case.slo, len(self.case.jobs), limit, ttft_only=True)
-        jobs = [job for job in self.case.jobs if job.num_prompt > num_short(pool.limits.token_budget)]
+        race = (
+            None
+            if limit == math.inf
+            else Race(self.case.slo, len(self.case.jobs), limit, ttft_only=True)
+        )
+        jobs = [
+            job for job in self.case.jobs if job.num_prompt > num_short(pool.limits.token_budget)
+        ]
         served = Cluster(self.case.specs(Plan((pool,)))).run(jobs, race)
         if served is None:
             self._late[pool] = limit
             return None
-        done = self._prefilled[pool] = {request.job.number: Prefilled(request.engine, request.first_s) for request in served}
+        done = self._prefilled[pool] = {
+            request.job.number: Prefilled(request.engine, request.first_s) for request in served
+        }
         return done
 
 
 def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
     """Requests of models that are nowhere never come."""
     num = len(case.jobs)
-    scales = sorted([case.slo.scale(request) for request in served] + [math.inf] * (num - len(served)))
+    scales = sorted(
+        [case.slo.scale(request) for request in served] + [math.inf] * (num - len(served))
+    )
     needed = case.slo.num_needed(num) - 1
     scale = scales[needed]
     num_good = sum(scale <= 1 for scale in scales)

@@ -66,8 +66,8 @@ class EngineShape(msgspec.Struct, frozen=True):
     steps_ahead: Amount
     threads: Amount = 1
     fast_math: bool = False
-    # Of layers with windows or states, whose pages come and go by themselves. None: all layers see all tokens, and the same is
-    # assumed of profiles from before these two were kept.
+    # Of layers with windows or states, whose pages come and go by themselves. None: all layers see
+    # all tokens, and the same is assumed of profiles from before these two were kept.
     groups: tuple[Group, ...] = ()
     page_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**60)] = 0  # where there are groups
 
@@ -150,12 +150,18 @@ class Profile(msgspec.Struct, frozen=True):
                 data = file.read(_MAX_BYTES + 1)
         except OSError as error:
             fix = f"Make one with `tidemill calibrate MODEL -o {path}`, or choose one of {', '.join(shipped_profiles())}."
-            raise ConfigError(f"The profile {path} cannot be read: {error.strerror}.", fix=fix, param="profile") from error
+            raise ConfigError(
+                f"The profile {path} cannot be read: {error.strerror}.", fix=fix, param="profile"
+            ) from error
         return _decode(data, str(path))
 
 
 def shipped_profiles() -> list[str]:
-    return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in _SHIPPED.iterdir()
+        if entry.name.endswith(".json")
+    )
 
 
 def check_target(path: Path) -> None:
@@ -170,7 +176,11 @@ def check_target(path: Path) -> None:
 
 
 def _cannot_write(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"The profile {path} cannot be written: {why}.", fix="Give another file with -o.", param="out")
+    return ConfigError(
+        f"The profile {path} cannot be written: {why}.",
+        fix="Give another file with -o.",
+        param="out",
+    )
 
 
 def _unknown(name: str) -> ConfigError:
@@ -183,24 +193,43 @@ def _unknown(name: str) -> ConfigError:
 def _decode(data: bytes, source: str) -> Profile:
     again = "Make it anew with `tidemill calibrate MODEL -o FILE`."
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{source} is no profile: it has more than {_MAX_BYTES:,} bytes.", fix=again, param="profile")
+        raise ConfigError(
+            f"{source} is no profile: it has more than {_MAX_BYTES:,} bytes.",
+            fix=again,
+            param="profile",
+        )
     try:
         head = msgspec.json.decode(data, type=_Head)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
+        raise ConfigError(
+            f"{source} is no profile: {error}.", fix=again, param="profile"
+        ) from error
     if head.format != FORMAT:
         whose = f"a profile of format {head.format}, written by Tidemill {head.version}"
-        raise ConfigError(f"{source} is {whose}; this version reads format {FORMAT}.", fix=again, param="profile")
+        raise ConfigError(
+            f"{source} is {whose}; this version reads format {FORMAT}.", fix=again, param="profile"
+        )
     try:
         profile = msgspec.json.decode(data, type=Profile)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
+        raise ConfigError(
+            f"{source} is no profile: {error}.", fix=again, param="profile"
+        ) from error
     for curve in (profile.cost.decode, profile.cost.mixed):
         increasing = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
         if not curve.at or len(curve.at) != len(curve.seconds) or not increasing:
-            raise ConfigError(f"{source} is no profile: a curve's points are not in order.", fix=again, param="profile")
-    sizes, page_size = [group.page_size for group in profile.engine.groups], profile.engine.page_size
-    if sizes and (min(sizes) < 1 or any(size % page_size for size in sizes) or not profile.engine.page_bytes):
+            raise ConfigError(
+                f"{source} is no profile: a curve's points are not in order.",
+                fix=again,
+                param="profile",
+            )
+    sizes, page_size = (
+        [group.page_size for group in profile.engine.groups],
+        profile.engine.page_size,
+    )
+    if sizes and (
+        min(sizes) < 1 or any(size % page_size for size in sizes) or not profile.engine.page_bytes
+    ):
         what = f"pages of engine.groups have {sizes} tokens and {profile.engine.page_bytes} bytes"
         raise ConfigError(f"{source} is no profile: {what}.", fix=again, param="profile")
     return profile

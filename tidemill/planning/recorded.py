@@ -30,30 +30,53 @@ def rows_of(folder: Path, limit: int, key: bytes | None = None) -> list[Row]:
 
 
 def rows_of_servers(servers: Sequence[RecordedServer], limit: int, model: str = "") -> list[Row]:
-    """The requests that have ended, in the order of their files. Those that no engine began are none of the load. `model`: only
-    its requests."""
+    """The requests that have ended, in the order of their files. Those that no engine began are
+    none of the load. `model`: only its requests."""
     blocks, tenants = _Numbers(), _Numbers()
     rows: list[Row] = []
     for server in servers:
         to_day_s = server.start.wall_s - server.start.clock_s
         several = len(server.models) > 1
-        asked = [request for request in server.requests if not model or request.begun.model == model]
+        asked = [
+            request for request in server.requests if not model or request.begun.model == model
+        ]
         for request in islice(asked, limit - len(rows)):
-            if request.ended is None or request.prompt is None or (request.ended.error and not request.num_output):
+            if (
+                request.ended is None
+                or request.prompt is None
+                or (request.ended.error and not request.num_output)
+            ):
                 continue
-            rows.append(_row(request, request.ended, to_day_s, request.begun.model if several else "", blocks, tenants))
+            rows.append(
+                _row(
+                    request,
+                    request.ended,
+                    to_day_s,
+                    request.begun.model if several else "",
+                    blocks,
+                    tenants,
+                )
+            )
     if not rows:
         raise ConfigError("The recording holds no request that has ended.", param="trace")
     return rows
 
 
-def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, blocks: _Numbers, tenants: _Numbers) -> Row:
+def _row(
+    request: RecordedRequest,
+    ended: Ended,
+    to_day_s: float,
+    model: str,
+    blocks: _Numbers,
+    tenants: _Numbers,
+) -> Row:
     begun = request.begun
     asked = begun.request
     beams = asked.params.beams
     chain = 0
     numbers: list[int] = []
-    salt = f"{asked.adapter}\n{asked.salt}" if asked.adapter else asked.salt  # pages depend on the adapter, too
+    # pages depend on the adapter, too
+    salt = f"{asked.adapter}\n{asked.salt}" if asked.adapter else asked.salt
     root = (begun.model, salt)
     for number, digest in enumerate(begun.segments):
         inputs = overlapping(asked.segments, number * SEGMENT_LEN, (number + 1) * SEGMENT_LEN)
@@ -75,5 +98,7 @@ def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, bl
         model,
         tuple(content_ids(request.prompt_ids(), asked.segments)),
         salt,
-        () if beams else tuple(tuple(request.output_ids(index)) for index in range(len(ended.outputs))),
+        ()
+        if beams
+        else tuple(tuple(request.output_ids(index)) for index in range(len(ended.outputs))),
     )

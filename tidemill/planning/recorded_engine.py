@@ -31,7 +31,8 @@ _WORTH = 0.05  # right drafts for each step of a sequence
 _BEYOND = 64  # times what was measured: a point of each curve
 _STEEPER = 1.5  # what is not measured may cost so many times more for each token
 _STRETCHES, _LEAST_STEPS = 20, 20  # of a recording, whose speeds are compared
-_NOT_KEPT = ("notes", "reasons", "draft", "hot_neurons")  # of a configuration: not needed, or of other types
+# of a configuration: not needed, or of other types
+_NOT_KEPT = ("notes", "reasons", "draft", "hot_neurons")
 _FIX = "Give a --profile."
 
 
@@ -46,21 +47,25 @@ class RecordedEngine:
     cached: dict[str, int]  # by request: tokens that it found in the prefix cache
     memory_bytes: int  # of the machine; 0: not known
     used_bytes: int  # of it, by the engine
-    speeds: tuple[float, float]  # how many times as long as by the profile steps took, in good and in bad times
+    # how many times as long as by the profile steps took, in good and in bad times
+    speeds: tuple[float, float]
     faster: Profile | None  # of good times; None: no other than `profile`
     slower: Profile | None  # of bad ones, if what was not measured takes longer than it seems, too
 
 
 def recorded_models(recording: Recording) -> list[str]:
     """The models that have requests."""
-    names = {request.begun.model: None for server in recording.servers for request in server.requests}
+    names = {
+        request.begun.model: None for server in recording.servers for request in server.requests
+    }
     return list(names)
 
 
 def recorded_engine(
     recording: Recording, model: str, limit: int, server: int = 0, profile: Profile | None = None
 ) -> RecordedEngine:
-    """`server`: whose life, from 1, or from the last, -1; 0: all, if their engines are alike. `profile`: another than its own."""
+    """`server`: whose life, from 1, or from the last, -1; 0: all, if their engines are alike.
+    `profile`: another than its own."""
     servers = [each for each in _chosen(recording, server) if model in each.models]
     start = _one_start(servers, model)
     steps = RecordedSteps()
@@ -68,17 +73,25 @@ def recorded_engine(
         _join(steps, steps_of(event for name, event in recording.events(each) if name == model))
     if steps.has_roles:
         what = "The recorded model has engines for prefill and engines for decode, which are not simulated one by one."
-        raise ConfigError(what, fix="Use `tidemill plan --trace DIR`, which weighs them.", param="trace")
+        raise ConfigError(
+            what, fix="Use `tidemill plan --trace DIR`, which weighs them.", param="trace"
+        )
     config, num_engines = _config_of(start), max(int(start.options.get("data_parallel") or 1), 1)
     sim = replace(
-        SimConfig.of(config, steps.steps_ahead), speculation=_speculation(config, steps.drafts), tiers=_tiers_of(config)
+        SimConfig.of(config, steps.steps_ahead),
+        speculation=_speculation(config, steps.drafts),
+        tiers=_tiers_of(config),
     )
     if sim.groups == (Group(config.page_size),):
         sim = replace(sim, groups=())
     fitted = _profile_of(start, config, servers[-1], steps) if profile is None else profile
-    own = msgspec.structs.replace(fitted, cost=extended(fitted.cost)) if profile is None else profile
+    own = (
+        msgspec.structs.replace(fitted, cost=extended(fitted.cost)) if profile is None else profile
+    )
     speeds = _speeds(own, steps.samples) if profile is None else (1.0, 1.0)
-    begun = [request for each in servers for request in each.requests if request.begun.model == model]
+    begun = [
+        request for each in servers for request in each.requests if request.begun.model == model
+    ]
     return RecordedEngine(
         model,
         from_zero(rows_of_servers(servers, limit, model)),
@@ -96,7 +109,9 @@ def recorded_engine(
             delay_s(
                 each.ended.first_s - steps.first_s[each.request_id]
                 for each in begun
-                if each.ended is not None and each.ended.first_s is not None and each.request_id in steps.first_s
+                if each.ended is not None
+                and each.ended.first_s is not None
+                and each.request_id in steps.first_s
             ),
         ),
         num_engines,
@@ -113,7 +128,11 @@ def _chosen(recording: Recording, server: int) -> list[RecordedServer]:
     if not server:
         return servers
     if abs(server) > len(servers):
-        raise ConfigError(f"The recording has {len(servers)} servers' lives.", fix="Give --server 1 to that.", param="server")
+        raise ConfigError(
+            f"The recording has {len(servers)} servers' lives.",
+            fix="Give --server 1 to that.",
+            param="server",
+        )
     return [servers[server - 1 if server > 0 else server]]
 
 
@@ -125,7 +144,9 @@ def _one_start(servers: Sequence[RecordedServer], model: str) -> ModelStart:
             names = {*one.options, *other.options}
             names = {name for name in names if one.options.get(name) != other.options.get(name)}
             what = f"The engine of {model} was started again with another {', '.join(sorted(names)[:5])}."
-            raise ConfigError(what, fix="Choose one server's life: --server 1, --server -1.", param="server")
+            raise ConfigError(
+                what, fix="Choose one server's life: --server 1, --server -1.", param="server"
+            )
     return starts[-1]
 
 
@@ -146,13 +167,20 @@ def _config_of(start: ModelStart) -> EngineConfig:
         return msgspec.convert(fields, EngineConfig, strict=False)
     except msgspec.ValidationError as error:
         what = f"The recorded engine of {start.model} is of another build: {error}."
-        raise ConfigError(what, fix="Simulate it with the build that recorded it.", param="trace") from error
+        raise ConfigError(
+            what, fix="Simulate it with the build that recorded it.", param="trace"
+        ) from error
 
 
 def _speculation(config: EngineConfig, drafts: DraftCounts) -> Speculation | None:
-    """As many drafts as were made on average, and so many of them right that a step yields as many tokens as it did. None if next
-    to nothing came of them: simulated sequences have drafts in each step."""
-    if not config.speculate or drafts.num_right < _WORTH * drafts.num_steps or not drafts.num_drafts:
+    """As many drafts as were made on average, and so many of them right that a step yields as many
+    tokens as it did. None if next to nothing came of them: simulated sequences have drafts in each
+    step."""
+    if (
+        not config.speculate
+        or drafts.num_right < _WORTH * drafts.num_steps
+        or not drafts.num_drafts
+    ):
         return None
     most = min(max(round(drafts.num_drafts / drafts.num_drafted), 1), _MOST_DRAFTS)
     wanted, low, high = drafts.num_right / max(drafts.num_steps, 1), 0.0, 1.0
@@ -168,13 +196,20 @@ def _speculation(config: EngineConfig, drafts: DraftCounts) -> Speculation | Non
 def _tiers_of(config: EngineConfig) -> SimTiers | None:
     if not config.host_slots:
         return None
-    return SimTiers(config.host_slots, config.page_bytes, config.kv_disk_bytes // max(config.page_bytes, 1))
+    return SimTiers(
+        config.host_slots, config.page_bytes, config.kv_disk_bytes // max(config.page_bytes, 1)
+    )
 
 
-def _profile_of(start: ModelStart, config: EngineConfig, server: RecordedServer, steps: RecordedSteps) -> Profile:
+def _profile_of(
+    start: ModelStart, config: EngineConfig, server: RecordedServer, steps: RecordedSteps
+) -> Profile:
     stride = -(-len(steps.samples) // _MOST_SAMPLES)
     try:
-        samples = [replace(sample, shape=_plain(sample.shape)) for sample in steps.samples[:: max(stride, 1)]]
+        samples = [
+            replace(sample, shape=_plain(sample.shape))
+            for sample in steps.samples[:: max(stride, 1)]
+        ]
         cost, errors = fit(samples, steps_ahead=steps.steps_ahead)
     except ConfigError as error:
         what = f"The recording has {len(steps.samples)} steps of {start.model}, too few to fit a profile to."
@@ -200,13 +235,16 @@ def _profile_of(start: ModelStart, config: EngineConfig, server: RecordedServer,
 
 
 def _speeds(profile: Profile, samples: Sequence[Sample]) -> tuple[float, float]:
-    """How the machine's speed varied while it recorded: others may use it, too. Of stretches of the recording, the one that only
-    a tenth was faster than, and the one that only a tenth was slower than."""
+    """How the machine's speed varied while it recorded: others may use it, too. Of stretches of the
+    recording, the one that only a tenth was faster than, and the one that only a tenth was slower
+    than."""
     each = max(len(samples) // _STRETCHES, _LEAST_STEPS)
     parts = [samples[at : at + each] for at in range(0, len(samples) - each + 1, each)]
     took = [sum(sample.seconds for sample in part) for part in parts]
     said = [sum(profile.shape_s(_plain(sample.shape)) for sample in part) for part in parts]
-    ratios = sorted(own / by_profile for own, by_profile in zip(took, said, strict=True) if by_profile > 0)
+    ratios = sorted(
+        own / by_profile for own, by_profile in zip(took, said, strict=True) if by_profile > 0
+    )
     if not ratios:
         return 1.0, 1.0
     return min(ratios[len(ratios) // 10], 1.0), max(ratios[-1 - len(ratios) // 10], 1.0)
@@ -219,14 +257,15 @@ def _bounds(own: Profile, fitted: Profile, speeds: tuple[float, float]) -> tuple
 
 
 def _plain(shape: StepShape) -> StepShape:
-    """Without what a load hardly varies by itself: a prompt that is computed at once is as long as its context, and nearly each
-    step with a prompt draws one token more than those that decode."""
+    """Without what a load hardly varies by itself: a prompt that is computed at once is as long as
+    its context, and nearly each step with a prompt draws one token more than those that decode."""
     return shape._replace(num_new=0, longest_prompt=0, num_draws=0)
 
 
 def extended(cost: FittedCost, steeper: float = 1.0) -> FittedCost:
-    """In a simulation more sequences may decode than did when steps were recorded, and steps with prompts may have fewer tokens.
-    What so many tokens take is known of the steps of the other kind. `steeper`: beyond both."""
+    """In a simulation more sequences may decode than did when steps were recorded, and steps with
+    prompts may have fewer tokens. What so many tokens take is known of the steps of the other kind.
+    `steeper`: beyond both."""
     decode, mixed = cost.decode, cost.mixed
     at, seconds = [*decode.at], [*decode.seconds]
     for num in mixed.at:
@@ -234,7 +273,11 @@ def extended(cost: FittedCost, steeper: float = 1.0) -> FittedCost:
             at.append(num)
             seconds.append(max(mixed.value(num), seconds[-1]))
     _go_on(at, seconds, steeper)
-    few = [(num, took_s) for num, took_s in zip(decode.at, decode.seconds, strict=True) if num < mixed.at[0]]
+    few = [
+        (num, took_s)
+        for num, took_s in zip(decode.at, decode.seconds, strict=True)
+        if num < mixed.at[0]
+    ]
     first_s = mixed.seconds[0]
     mixed_at = [num for num, _ in few] + mixed.at
     mixed_s = [min(took_s, first_s) for _, took_s in few] + mixed.seconds
@@ -243,10 +286,12 @@ def extended(cost: FittedCost, steeper: float = 1.0) -> FittedCost:
 
 
 def _go_on(at: list[int], seconds: list[float], steeper: float) -> None:
-    """Beyond what was measured a step takes as much more for a token as it does on the whole, or over the last half: small steps
-    say little about what the next token takes."""
+    """Beyond what was measured a step takes as much more for a token as it does on the whole, or
+    over the last half: small steps say little about what the next token takes."""
     if len(at) > 1:
-        slope = steeper * max(Curve(at, seconds).rise, (seconds[-1] - seconds[0]) / (at[-1] - at[0]))
+        slope = steeper * max(
+            Curve(at, seconds).rise, (seconds[-1] - seconds[0]) / (at[-1] - at[0])
+        )
         last, last_s = at[-1], seconds[-1]
         for times in (2, _BEYOND):
             at.append(times * last)

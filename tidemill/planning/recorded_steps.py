@@ -1,4 +1,5 @@
-"""The steps of a recorded engine, by its events: their shapes and times, from which its own profile is fitted."""
+"""The steps of a recorded engine, by its events: their shapes and times, from which its own profile
+is fitted."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class RecordedSteps:
     steps_ahead: int = 0
     submitted_s: dict[str, float] = field(default_factory=dict)  # when an engine got a request
     first_s: dict[str, float] = field(default_factory=dict)  # when its first token was there
-    cached: dict[str, int] = field(default_factory=dict)  # tokens found in the prefix cache, when it was first admitted
+    # tokens found in the prefix cache, when it was first admitted
+    cached: dict[str, int] = field(default_factory=dict)
     has_roles: bool = False
 
 
@@ -52,7 +54,9 @@ def steps_of(happened: Iterable[Event]) -> RecordedSteps:
     """`happened`: of all engines of a model, in their order."""
     found, engines = RecordedSteps(), dict[int, _Engine]()
     for event in happened:
-        if event.replica not in engines or isinstance(event, events.EngineRestarted | events.EngineDown):
+        if event.replica not in engines or isinstance(
+            event, events.EngineRestarted | events.EngineDown
+        ):
             engines[event.replica] = _Engine(found)
         engines[event.replica].take(event)
     return found
@@ -104,7 +108,9 @@ class _Engine:
 
     def _shape(self, event: events.StepPlanned) -> StepShape | None:
         drafts = dict(event.drafts_of)
-        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = longest_prompt = prompt_context = 0
+        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = (
+            longest_prompt
+        ) = prompt_context = 0
         is_known = True
         for name, count in event.tokens_of:
             sequence = self._sequences.get(name)
@@ -116,7 +122,11 @@ class _Engine:
             samples = end >= sequence.num_known
             num_draws += (num_drafts + 1) * samples
             if count == num_drafts + 1 and (samples or count == 1):
-                num_decoding, decode_context, longest = num_decoding + count, decode_context + count * end, max(longest, end)
+                num_decoding, decode_context, longest = (
+                    num_decoding + count,
+                    decode_context + count * end,
+                    max(longest, end),
+                )
                 self._found.drafts.num_steps += samples
             else:
                 num_prompt, pairs = num_prompt + count, pairs + count * (start + end + 1) // 2
@@ -124,7 +134,16 @@ class _Engine:
         if not is_known:
             return None
         return StepShape(
-            num_decoding, decode_context, longest, num_prompt, pairs, num_draws, self._num_new, 0, longest_prompt, prompt_context
+            num_decoding,
+            decode_context,
+            longest,
+            num_prompt,
+            pairs,
+            num_draws,
+            self._num_new,
+            0,
+            longest_prompt,
+            prompt_context,
         )
 
     def _verified(self, event: events.DraftsVerified) -> None:
@@ -137,7 +156,11 @@ class _Engine:
                 self._sequences[name].num_computed -= num - num_right
 
     def _done(self, event: events.StepDone) -> None:
-        step, before_s, self._ended_s = self._planned.pop(event.step, None), self._ended_s, event.time_s
+        step, before_s, self._ended_s = (
+            self._planned.pop(event.step, None),
+            self._ended_s,
+            event.time_s,
+        )
         for other in [number for number in self._planned if number < event.step]:
             del self._planned[other]  # a failed step has no end
         if step is None or step.shape is None:
@@ -148,7 +171,9 @@ class _Engine:
         else:
             seconds, submit_s = event.duration_s, step.messages_s
         host_s = step.planned_s - begun_s + event.launch_s
-        self._found.samples.append(Sample(step.shape, max(seconds, 1e-6), step.follows, host_s, submit_s))
+        self._found.samples.append(
+            Sample(step.shape, max(seconds, 1e-6), step.follows, host_s, submit_s)
+        )
 
 
 def delay_s(of: Iterable[float], part: float = 0.5) -> float:

@@ -16,7 +16,8 @@ class Record:
     due_s: float  # when it should have been sent
     sent_s: float = 0.0
     started_s: float | None = None  # when the engine admitted it, where that is known
-    token_times_s: list[float] = field(default_factory=list)  # when text came; several tokens may come at once
+    # when text came; several tokens may come at once
+    token_times_s: list[float] = field(default_factory=list)
     end_s: float = 0.0  # when the response ended; its last tokens may have no text
     num_prompt: int = 0
     num_cached: int = 0

@@ -49,7 +49,9 @@ def _binding(case: Case, result: Result) -> str:
     slo = case.slo
     ttft, tpot = result.parts
     what, scale, limit = (
-        ("time to first token", ttft, slo.ttft_s) if ttft >= tpot else ("time per output token", tpot, slo.tpot_s)
+        ("time to first token", ttft, slo.ttft_s)
+        if ttft >= tpot
+        else ("time per output token", tpot, slo.tpot_s)
     )
     if scale == math.inf:
         return "a model has no place"
@@ -61,7 +63,11 @@ def as_dict(case: Case, found: Found, commands: list[str], source: str) -> dict[
     return {
         "source": source,
         "devices": f"{case.num_devices}x{case.hardware.name}",
-        "slo": {"ttft_s": case.slo.ttft_s, "tpot_s": case.slo.tpot_s, "attainment": case.slo.attainment},
+        "slo": {
+            "ttft_s": case.slo.ttft_s,
+            "tpot_s": case.slo.tpot_s,
+            "attainment": case.slo.attainment,
+        },
         "requests": len(case.jobs),
         "attains": found.attains,
         "winner": result_dict(found.winner),

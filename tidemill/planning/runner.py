@@ -1,4 +1,5 @@
-"""SimRunner: a runner that computes nothing and takes as long as a cost model says, on a virtual clock."""
+"""SimRunner: a runner that computes nothing and takes as long as a cost model says, on a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class SimDevice:
 
 
 class SimRunner:
-    """A runner that simulates. Where several steps may be in flight, the next begins when the one before it ends."""
+    """A runner that simulates. Where several steps may be in flight, the next begins when the one
+    before it ends."""
 
     fallback = ""
     mover: PageMover | None = None  # if there are tiers: a SimMover
@@ -41,10 +43,17 @@ class SimRunner:
     steady: Steady | None = None  # if plans leave out what only decodes
 
     def __init__(
-        self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1, shared: SimDevice | None = None
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        steps_ahead: int = 0,
+        page_size: int = 1,
+        shared: SimDevice | None = None,
     ) -> None:
         """`shared`: with other engines, so that steps do not just repeat each other."""
-        self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0), getattr(cost, "first_pays", False))
+        self._shapes = Shapes(
+            page_size, getattr(cost, "shared_unit", 0), getattr(cost, "first_pays", False)
+        )
         self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)
@@ -53,13 +62,16 @@ class SimRunner:
         self._rest_s: Callable[[StepShape], float] = getattr(cost, "rest_s", _nothing)
         heat: tuple[float, float, float] = getattr(cost, "heat", (0.0, 0.0, 0.0))
         decay_s, self._decode_rise, self._mixed_rise = heat
-        self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
+        self._line: Callable[[int], tuple[float, float, float]] | None = getattr(
+            cost, "decode_line", None
+        )
         self._lines: dict[int, tuple[float, float, float]] = {}  # by the number that decodes
         self.device, self._is_shared = shared or SimDevice(), shared is not None
         if decay_s and self.device.heat is None:
             self.device.heat = Heat(decay_s)
         self._heat = self.device.heat if decay_s else None
-        self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
+        # begin and end of a step (0), or of so many like it that follow
+        self.times: list[tuple[float, float, int]] = []
 
     @property
     def cache(self) -> torch.Tensor:
@@ -93,8 +105,12 @@ class SimRunner:
 
     def results(self, plan: StepPlan) -> StepResult:
         if self.acceptance is not None:
-            return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
-        return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})
+            return StepResult(
+                {item.row: drawn(item, self.acceptance) for item in plan.items if item.samples}
+            )
+        return StepResult(
+            {item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples}
+        )
 
     def _warm_s(self, begin_s: float, shape: StepShape, seconds: float) -> float:
         """The time of a step that would take so long in a cold machine."""
@@ -108,13 +124,17 @@ class SimRunner:
 
     @property
     def can_repeat(self) -> bool:
-        """The cost model tells how steps like the last differ from it, and no other engine's come between."""
+        """The cost model tells how steps like the last differ from it, and no other engine's come
+        between."""
         return self._line is not None and self._shape_s is not None and not self._is_shared
 
-    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float) -> tuple[list[float], float]:
-        """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
-        and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens of
-        each came, and when the last was planned. The clock stays where it is."""
+    def repeat(
+        self, num_decoding: int, goes_on: bool, most: int, until_s: float
+    ) -> tuple[list[float], float]:
+        """Launch and collect the steps that follow the last one, in which so many decode or, if
+        `goes_on`, as many as in that one and a prompt goes on: at most so many steps, and as long
+        as they are planned before some time. Returns when the tokens of each came, and when the
+        last was planned. The clock stays where it is."""
         first_s, host_s, now = self.device.free_s, self._host_s, self._clock.now()
         planned_s, free_s, times = now, first_s, list[float]()
         if not goes_on:
@@ -132,13 +152,21 @@ class SimRunner:
         return times, planned_s
 
     def _repeat_decodes(self, num: int, most: int, until_s: float) -> tuple[list[float], float]:
-        """Repeats decode steps; same as `repeat`. Returns when the tokens of each came, and when the last one ends."""
+        """Repeats decode steps; same as `repeat`. Returns when the tokens of each came, and when
+        the last one ends."""
         fixed_s, context_s, longest_s, rest_s, seen, most_seen = self._decodes(num)
         level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
         rise, host_s, exp, cold = self._decode_rise, self._host_s, math.exp, -float(COLD)
-        now, free_s, is_ahead, times = self._clock.now(), self.device.free_s, self.steps_ahead > 0, list[float]()
+        now, free_s, is_ahead, times = (
+            self._clock.now(),
+            self.device.free_s,
+            self.steps_ahead > 0,
+            list[float](),
+        )
         append, contexts = times.append, range(seen + num, seen + num * most + 1, num)
-        for context, longest in zip(contexts, range(most_seen + 1, most_seen + most + 1), strict=True):
+        for context, longest in zip(
+            contexts, range(most_seen + 1, most_seen + most + 1), strict=True
+        ):
             if now >= until_s:  # a step is a turn of this loop and little else
                 break
             now += host_s
@@ -164,8 +192,9 @@ class SimRunner:
         return self._warm_s(begin_s, self._shape, self._shape_s(self._shape))
 
     def _decodes(self, num: int) -> tuple[float, float, float, float, int, int]:
-        """The times of steps in which so many decode: what each takes, per token of context and of the longest as well, and the
-        rest; and how much context the last step had, and the longest."""
+        """The times of steps in which so many decode: what each takes, per token of context and of
+        the longest as well, and the rest; and how much context the last step had, and the
+        longest."""
         assert self._line is not None
         assert self.steady is not None
         line = self._lines.get(num)

@@ -1,9 +1,10 @@
-"""Plans for more devices than can be tried one by one: numbers of engines by bisection, as if more of them never were worse.
+"""Plans for more devices than can be tried one by one: numbers of engines by bisection, as if more
+of them never were worse.
 
-One model: of each family, with the default limits, the fewest engines that attain; of the two best families then every other
-choice of limits. Prefill and decode engines come in cells, a host each, with one split for all.
-Several models (AlpaServe): groups of devices that are alike, and one model after the other is put onto the group where that helps
-most, until it helps no more.
+One model: of each family, with the default limits, the fewest engines that attain; of the two best
+families then every other choice of limits. Prefill and decode engines come in cells, a host each,
+with one split for all. Several models (AlpaServe): groups of devices that are alike, and one model
+after the other is put onto the group where that helps most, until it helps no more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tidemill.planning.space import Space
 
 @dataclass(frozen=True)
 class _Units:
-    """Plans of a number of units that are alike: engines, or hosts. `size`: devices of one. `most`: as many as there can be."""
+    """Plans of a number of units that are alike: engines, or hosts. `size`: devices of one. `most`:
+    as many as there can be."""
 
     make: Callable[[int, Limits], Plan]
     size: int
@@ -170,8 +172,14 @@ class Scaled:
                 results = [(self._result(plan), groups) for groups, plan in tries]
                 if not results:
                     break
-                result, groups = min(results, key=lambda found: (_placed_last(found[0]), _order(found[0])))
-                if best is not None and _placed_last(best) <= _placed_last(result) and _order(best) <= _order(result):
+                result, groups = min(
+                    results, key=lambda found: (_placed_last(found[0]), _order(found[0]))
+                )
+                if (
+                    best is not None
+                    and _placed_last(best) <= _placed_last(result)
+                    and _order(best) <= _order(result)
+                ):
                     break
                 best, placed = result, groups
             if best is not None and best.strain < math.inf:
@@ -180,20 +188,26 @@ class Scaled:
         if not any_fits:
             raise nothing_fits(case)
 
-    def _one_more(self, placed: list[tuple[str, ...]], shape: Shape) -> Iterator[tuple[list[tuple[str, ...]], Plan]]:
+    def _one_more(
+        self, placed: list[tuple[str, ...]], shape: Shape
+    ) -> Iterator[tuple[list[tuple[str, ...]], Plan]]:
         """Placements with one model in one more group. Groups that are alike are one choice."""
         for name in self._case.models:
             for group in sorted(set(placed)):
                 if name not in group:
                     groups = [*placed]
-                    groups[groups.index(group)] = tuple(sorted((*group, name), key=list(self._case.models).index))
+                    groups[groups.index(group)] = tuple(
+                        sorted((*group, name), key=list(self._case.models).index)
+                    )
                     plan = self._plan(groups, shape)
                     if all(map(self._case.fits, plan.pools)):
                         yield groups, plan
 
     def _plan(self, groups: list[tuple[str, ...]], shape: Shape) -> Plan:
         kinds = sorted({group for group in groups if group})
-        return Plan(tuple(Pool(groups.count(kind), shape, BOTH, self._default, kind) for kind in kinds))
+        return Plan(
+            tuple(Pool(groups.count(kind), shape, BOTH, self._default, kind) for kind in kinds)
+        )
 
 
 def _placed_last(result: Result) -> bool:
@@ -201,7 +215,11 @@ def _placed_last(result: Result) -> bool:
 
 
 def _order(result: Result) -> tuple[float, ...]:
-    return (0, result.plan.num_devices, result.strain) if result.attains else (1, result.strain, result.plan.num_devices)
+    return (
+        (0, result.plan.num_devices, result.strain)
+        if result.attains
+        else (1, result.strain, result.plan.num_devices)
+    )
 
 
 def _middle(space: Space) -> Limits:

@@ -1,11 +1,15 @@
-"""The search: the fewest devices with which the SLOs are kept, and among those plans the one with the most room.
+"""The search: the fewest devices with which the SLOs are kept, and among those plans the one with
+the most room.
 
-Plans are compared by the devices they need if they attain the SLOs, and then by their strain; those that do not, by strain alone.
-What is left out cannot be the winner or the runner-up: numbers of devices beyond the first that attain; plans of which even a
-request alone takes too long; simulations in which too many requests have been late already; decode pools behind a prefill pool
-that is too slow alone. So the result is that of simulating everything (`exhaustive`), which tests compare.
+Plans are compared by the devices they need if they attain the SLOs, and then by their strain; those
+that do not, by strain alone. What is left out cannot be the winner or the runner-up: numbers of
+devices beyond the first that attain; plans of which even a request alone takes too long;
+simulations in which too many requests have been late already; decode pools behind a prefill pool
+that is too slow alone. So the result is that of simulating everything (`exhaustive`), which tests
+compare.
 
-Beyond `EXACT` devices, numbers of replicas are found by bisection, as if more never were worse, and batch limits afterwards.
+Beyond `EXACT` devices, numbers of replicas are found by bisection, as if more never were worse, and
+batch limits afterwards.
 """
 
 from __future__ import annotations
@@ -38,11 +42,18 @@ class Found:
         return self.winner.attains
 
 
-def search(case: Case, space: Space, how: str = "pruned", progress: Callable[[str], None] = lambda text: None) -> Found:
+def search(
+    case: Case,
+    space: Space,
+    how: str = "pruned",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
     """`how`: pruned or exhaustive."""
     if how not in ("pruned", "exhaustive"):
         raise ConfigError(f"--search {how!r} is not known.", fix="Choose pruned or exhaustive.")
-    is_exact = how == "exhaustive" or case.num_devices <= (EXACT if len(case.models) == 1 else SEVERAL)
+    is_exact = how == "exhaustive" or case.num_devices <= (
+        EXACT if len(case.models) == 1 else SEVERAL
+    )
     if not is_exact:
         from tidemill.planning.scale import Scaled
 
@@ -58,11 +69,18 @@ def search(case: Case, space: Space, how: str = "pruned", progress: Callable[[st
 def exhaustive(case: Case, levels: Mapping[int, Sequence[Plan]]) -> Found:
     """Simulate every plan to its end, then compare."""
     evaluator = Evaluator(case)
-    results = [result for plans in levels.values() for plan in plans if (result := evaluator.evaluate(plan)) is not None]
+    results = [
+        result
+        for plans in levels.values()
+        for plan in plans
+        if (result := evaluator.evaluate(plan)) is not None
+    ]
     winner = min(
         results,
         key=lambda result: (
-            (0, result.plan.num_devices, result.strain) if result.attains else (1, result.strain, result.plan.num_devices)
+            (0, result.plan.num_devices, result.strain)
+            if result.attains
+            else (1, result.strain, result.plan.num_devices)
         ),
     )
     others = [result for result in results if result.plan.family != winner.plan.family]
@@ -71,7 +89,9 @@ def exhaustive(case: Case, levels: Mapping[int, Sequence[Plan]]) -> Found:
         nums = {result.plan.num_devices for result in others}
         nearest = min((num for num in nums if num >= own), default=max(nums))
         others = [result for result in others if result.plan.num_devices == nearest]
-    runner_up = min(others, key=lambda result: (result.strain, result.plan.num_devices), default=None)
+    runner_up = min(
+        others, key=lambda result: (result.strain, result.plan.num_devices), default=None
+    )
     return Found(winner, runner_up, results, len(results), evaluator.num_simulated, True)
 
 
@@ -88,7 +108,10 @@ class Levels:
     """All plans, by their number of devices."""
 
     def __init__(
-        self, case: Case, levels: Mapping[int, Sequence[Plan]], progress: Callable[[str], None] = lambda text: None
+        self,
+        case: Case,
+        levels: Mapping[int, Sequence[Plan]],
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._levels, self._progress = levels, progress
         self._evaluator = Evaluator(case)
@@ -108,7 +131,8 @@ class Levels:
         return self._found(best[0], best[1] if len(best) > 1 else None)
 
     def _next_to(self, num: int) -> Result | None:
-        """All plans of the winner's number of devices are of its family: the best of another one with more devices, or fewer."""
+        """All plans of the winner's number of devices are of its family: the best of another one
+        with more devices, or fewer."""
         winner = self._best(self._levels[num])[0]
         for other in (*range(num + 1, max(self._levels) + 1), *range(num - 1, 0, -1)):
             if left := [plan for plan in self._levels[other] if plan.family != winner.plan.family]:
@@ -117,11 +141,16 @@ class Levels:
 
     def _found(self, winner: Result, runner_up: Result | None) -> Found:
         num = sum(map(len, self._levels.values()))
-        return Found(winner, runner_up, list(self._known.values()), num, self._evaluator.num_simulated, True)
+        return Found(
+            winner, runner_up, list(self._known.values()), num, self._evaluator.num_simulated, True
+        )
 
     def _attained(self, plans: Sequence[Plan]) -> bool:
         """Tells if any of them attains."""
-        return any(self._floor(plan) <= 1 and self._simulate(plan, 1.0) is not None for plan in sorted(plans, key=self._floor))
+        return any(
+            self._floor(plan) <= 1 and self._simulate(plan, 1.0) is not None
+            for plan in sorted(plans, key=self._floor)
+        )
 
     def _best(self, plans: Sequence[Plan]) -> list[Result]:
         """The best plan, and the best one of another family, if there is any."""
@@ -131,7 +160,9 @@ class Levels:
         def key(result: Result) -> tuple[float, int, int]:
             return result.strain, result.plan.num_devices, place[result.plan]
 
-        for plan in sorted(plans, key=lambda plan: (plan not in self._known, self._floor(plan), place[plan])):
+        for plan in sorted(
+            plans, key=lambda plan: (plan not in self._known, self._floor(plan), place[plan])
+        ):
             limit = math.inf
             if best and plan.family == best[0].plan.family:
                 limit = best[0].strain
@@ -165,7 +196,8 @@ def _two(results: Sequence[Result]) -> list[Result]:
 
 
 class Floors:
-    """Below which a plan's strain cannot be: every request alone in an idle engine, with the best prefix cache there could be."""
+    """Below which a plan's strain cannot be: every request alone in an idle engine, with the best
+    prefix cache there could be."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -173,7 +205,10 @@ class Floors:
         self._scales: dict[object, list[float]] = {}
 
     def strain(self, plan: Plan) -> float:
-        parts = [self._of_pool(pool.role, pool.shape, pool.limits.token_budget, pool.models) for pool in plan.pools]
+        parts = [
+            self._of_pool(pool.role, pool.shape, pool.limits.token_budget, pool.models)
+            for pool in plan.pools
+        ]
         if plan.is_disaggregated:
             scales = [max(pair) for pair in zip(*parts, strict=True)]
         else:
@@ -184,15 +219,22 @@ class Floors:
         """The floor of each job; infinite if its model is not there."""
         key = role, shape, budget if role != DECODE else 0, tuple(models)
         if key not in self._scales:
-            self._scales[key] = [self._of_job(role, shape, budget, job, key[-1]) for job in self._case.jobs]
+            self._scales[key] = [
+                self._of_job(role, shape, budget, job, key[-1]) for job in self._case.jobs
+            ]
         return self._scales[key]
 
-    def _of_job(self, role: str, shape: Shape, budget: int, job: Job, models: Sequence[str]) -> float:
+    def _of_job(
+        self, role: str, shape: Shape, budget: int, job: Job, models: Sequence[str]
+    ) -> float:
         if job.model not in models:
             return math.inf
         cost, slo = self._case.cost(job.model, shape), self._case.slo
         scale = 0.0
-        prefill, decode = getattr(cost, "prefill_floor_s", None), getattr(cost, "decode_floor_s", None)
+        prefill, decode = (
+            getattr(cost, "prefill_floor_s", None),
+            getattr(cost, "decode_floor_s", None),
+        )
         may_be_elsewhere = role == PREFILL and job.num_prompt <= num_short(budget)
         if role in (BOTH, PREFILL) and prefill is not None and not may_be_elsewhere:
             start = min(self._num_known[job.number], job.num_prompt - 1)
@@ -207,7 +249,10 @@ def _known_tokens(jobs: Sequence[Job]) -> dict[int, int]:
     seen: set[tuple[str, int]] = set()
     found = {}
     for job in jobs:
-        num = next((i for i, block in enumerate(job.blocks) if (job.model, block) not in seen), len(job.blocks))
+        num = next(
+            (i for i, block in enumerate(job.blocks) if (job.model, block) not in seen),
+            len(job.blocks),
+        )
         found[job.number] = num * BLOCK
         seen.update((job.model, block) for block in job.blocks)
     return found

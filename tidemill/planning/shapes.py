@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tidemill.types.model_config import AttentionSpec, LayerSpec, ModelConfig, MoESpec, StateSpec, alike
+from tidemill.types.model_config import (
+    AttentionSpec,
+    LayerSpec,
+    ModelConfig,
+    MoESpec,
+    StateSpec,
+    alike,
+)
 
 
 def _dense(
-    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, head: int = 128, tied: bool = False
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    head: int = 128,
+    tied: bool = False,
 ) -> ModelConfig:
-    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head, scale=head**-0.5, rotation=None)
+    spec = AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head, scale=head**-0.5, rotation=None
+    )
     return ModelConfig(
         architecture="shape",
         vocab_size=vocab,
@@ -24,7 +40,13 @@ def _dense(
 
 
 def _experts(dense: ModelConfig, num: int, top_k: int, shared: int = 0) -> ModelConfig:
-    moe = MoESpec(num_experts=num, top_k=top_k, expert_size=dense.intermediate_size, renormalise=True, shared_size=shared)
+    moe = MoESpec(
+        num_experts=num,
+        top_k=top_k,
+        expert_size=dense.intermediate_size,
+        renormalise=True,
+        shared_size=shared,
+    )
     return replace(dense, experts=(moe,) * dense.num_layers)
 
 
@@ -36,7 +58,9 @@ def _but_every(nth: int, model: ModelConfig, spec: LayerSpec) -> ModelConfig:
 
 _GEMMA = _dense(62, 5376, 21_504, 32, 16, 262_208, tied=True)
 _WINDOW = _GEMMA.layers[0].but(window=1024)
-_DELTA = StateSpec(kind="delta", num_heads=32, head_dim=128, state_size=128, num_groups=16, norm_size=128)
+_DELTA = StateSpec(
+    kind="delta", num_heads=32, head_dim=128, state_size=128, num_groups=16, norm_size=128
+)
 
 SHAPES: dict[str, ModelConfig] = {
     "smollm2": _dense(30, 576, 1536, 9, 3, 49_152, 64, tied=True),
@@ -47,7 +71,10 @@ SHAPES: dict[str, ModelConfig] = {
     "llama70b": _dense(80, 8192, 28_672, 64, 8, 128_256),
     "gemma27b": _but_every(6, _GEMMA, _WINDOW),
     "qwen30b": _experts(_dense(48, 2048, 768, 32, 4, 151_936), 128, 8),  # 3B of 30B active
-    "qwen80b": _but_every(4, _experts(_dense(48, 2048, 512, 16, 2, 151_936, 256), 512, 10, shared=512), _DELTA),  # 3B active
+    # 3B active
+    "qwen80b": _but_every(
+        4, _experts(_dense(48, 2048, 512, 16, 2, 151_936, 256), 512, 10, shared=512), _DELTA
+    ),
 }
 
 NAMES = {  # by which `tidemill serve` finds one of that shape

@@ -1,4 +1,5 @@
-"""Runs arrivals through the engine's own step loop without a model: hours of traffic in milliseconds, the same decisions."""
+"""Runs arrivals through the engine's own step loop without a model: hours of traffic in
+milliseconds, the same decisions."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Arrival:
     num_output: int
     priority: int = 0
     tenant: str = ""
-    prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; by default no two prompts share one
+    # given where prefixes matter; by default no two prompts share one
+    prompt_ids: tuple[int, ...] = ()
     prefix_leases: tuple[Hold, ...] = ()
     n: int = 1  # samples; the times of their tokens are those of ID:0, ID:1 ...
     abort_s: float | None = None  # when its client goes away
@@ -64,26 +66,37 @@ class SimStep:
 @dataclass(slots=True)
 class SimResult:
     steps: list[SimStep] = field(default_factory=list)
-    token_times_s: dict[str, list[float]] = field(default_factory=dict)  # when each output token came
+    # when each output token came
+    token_times_s: dict[str, list[float]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
     def chart(self, request_ids: Sequence[str]) -> list[str]:
         """One line per request, one column per step: how many tokens it computed, '.' for none."""
         return [
-            "".join(step.num_steps * (str(min(step.tokens_of[rid], 9)) if rid in step.tokens_of else ".") for step in self.steps)
+            "".join(
+                step.num_steps
+                * (str(min(step.tokens_of[rid], 9)) if rid in step.tokens_of else ".")
+                for step in self.steps
+            )
             for rid in request_ids
         ]
 
     def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
-        """A timeline like `chart`, but a column for each so many seconds: also those in which no step was made."""
+        """A timeline like `chart`, but a column for each so many seconds: also those in which no
+        step was made."""
         num = math.ceil(self.steps[-1].end_s / column_s)
         steps = {
-            math.floor((step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s): step.tokens_of
+            math.floor(
+                (step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s
+            ): step.tokens_of
             for step in self.steps
             for i in range(step.num_steps)
         }
         columns = [steps.get(i, {}) for i in range(num)]
-        return ["".join(str(min(column[rid], 9)) if rid in column else "." for column in columns) for rid in request_ids]
+        return [
+            "".join(str(min(column[rid], 9)) if rid in column else "." for column in columns)
+            for rid in request_ids
+        ]
 
     def longest_gap_s(self, request_id: str) -> float:
         """The longest time between two of its output tokens."""
@@ -104,7 +117,8 @@ class SimTiers:
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """An engine, as far as it matters here. `steps_ahead`: launched before the results of the first are known, as on a GPU."""
+    """An engine, as far as it matters here. `steps_ahead`: launched before the results of the first
+    are known, as on a GPU."""
 
     policy: str = "continuous"
     num_rows: int = 64
@@ -119,7 +133,8 @@ class SimConfig:
     evict: bool = True
     max_pinned: float = 0.5
     steps_ahead: int = 0
-    groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
+    # of layers with windows, whose pages have sizes of their own; none: all see all tokens
+    groups: tuple[Group, ...] = ()
     background_tokens: float = 1.0
     background_budget: int | None = None
     device: str = "cpu"
@@ -170,7 +185,9 @@ class SimConfig:
             scheme="dense",
             kv_dtype="float32",
             page_size=self.page_size,
-            layout=replace(one_group(1, self.page_size), groups=self.groups or (Group(self.page_size),)),
+            layout=replace(
+                one_group(1, self.page_size), groups=self.groups or (Group(self.page_size),)
+            ),
             num_pages=self.num_pages,
             max_context=self.max_context,
             max_requests=self.num_rows,
@@ -178,7 +195,9 @@ class SimConfig:
             token_budget=self.token_budget,
             background_tokens=self.background_tokens,
             background_budget=self.background_budget or self.token_budget,
-            step_cost=decide_step_cost(self.device, any(group.is_state for group in self.groups))[0],
+            step_cost=decide_step_cost(self.device, any(group.is_state for group in self.groups))[
+                0
+            ],
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,
@@ -238,10 +257,17 @@ class SimEngine:
         keeps_events: bool = True,
         shared: SimDevice | None = None,
     ) -> None:
-        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
-        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`. `shared`: with others."""
+        """`jumps`: steps that only repeat the one before are made at once, with the same result;
+        their events are left out. `keeps_events`: False: of a long simulation; there is no `result`
+        then, only `token_times_s`. `shared`: with others."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
-        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size, shared)
+        self._runner = SimRunner(
+            cost or LinearCost(fixed_s=1.0),
+            self.clock,
+            config.steps_ahead,
+            config.page_size,
+            shared,
+        )
         parts = EngineComponents(self._runner, _MODEL)
         if config.speculation is not None:
             self._runner.acceptance = config.speculation.acceptance
@@ -259,7 +285,8 @@ class SimEngine:
         self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
-        self._times_s: list[float] = []  # of steps by their numbers, as `SteadyDecoding` counts them: when their tokens came
+        # of steps by their numbers, as `SteadyDecoding` counts them: when their tokens came
+        self._times_s: list[float] = []
         self.tally = Tally()
 
     @property
@@ -294,7 +321,11 @@ class SimEngine:
 
     def submit(self, arrival: Arrival) -> None:
         self._under_way.add(arrival.request_id)
-        for name in [f"{arrival.request_id}:{i}" for i in range(arrival.n)] if arrival.n > 1 else [arrival.request_id]:
+        for name in (
+            [f"{arrival.request_id}:{i}" for i in range(arrival.n)]
+            if arrival.n > 1
+            else [arrival.request_id]
+        ):
             self._result.token_times_s[name] = []
         if arrival.abort_s is not None:
             heapq.heappush(self._aborts, (arrival.abort_s, arrival.request_id))
@@ -328,8 +359,17 @@ class SimEngine:
                 times_s.append(now)
                 self.tally.num_output += steady.num_steady
             self._take_produced(now)
-            if len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
-                self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
+            if (
+                len(self._runner.times) == num_steps
+                and not was_in_flight
+                and not self._core.has_moves
+            ):
+                self.clock.advance_to(
+                    min(
+                        max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)),
+                        until_s,
+                    )
+                )
 
     def _take_produced(self, now: float) -> None:
         """Tokens that came at this time, and those of requests that were not looked at for a while."""
@@ -381,8 +421,11 @@ class SimEngine:
         return self._result
 
 
-def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
-    """Every arrival to its end, in the engine's own step loop. Token values are arbitrary; only their number matters."""
+def simulate(
+    arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None
+) -> SimResult:
+    """Every arrival to its end, in the engine's own step loop. Token values are arbitrary; only
+    their number matters."""
     engine = SimEngine(config, cost)
     for arrival in sorted(arrivals, key=lambda arrival: arrival.arrival_s):
         engine.run_until(arrival.arrival_s)
@@ -392,7 +435,8 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
 
 
 def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
-    """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
+    """Unless a prompt is given, its tokens are none that another has. What the next one's begin
+    with."""
     prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
     params, prefix_leases = _params(arrival.num_output, arrival.n), list(arrival.prefix_leases)
     core.submit_checked(

@@ -1,18 +1,20 @@
 """Decoding sequences that are advanced together: a step costs what changes in it, not what goes on.
 
-Most sequences of a step do what they did in the step before: one more token, in a page that they have. `SteadyDecoding` looks
-at such a sequence only when it needs a page, ends, or is asked for. Until then its tokens lag behind by a number of steps that
-is the same for all but for when each joined:
+Most sequences of a step do what they did in the step before: one more token, in a page that they
+have. `SteadyDecoding` looks at such a sequence only when it needs a page, ends, or is asked for.
+Until then its tokens lag behind by a number of steps that is the same for all but for when each
+joined:
 
     request          tokens and num_computed as of step `since`; both go on by one a step
     pages            always up to date: `_due` says at which step each sequence takes its next one, `_ends` when each ends
     prefix index     has its pages when it leaves, or before a queued request is looked up whose first page is known
     a plan           has no item of them, but always one of some sequence
 
-While nothing but such sequences run, and at most one prompt that goes on by equal chunks, steps differ in positions only:
-`most` says how many of them follow, `advance` makes them at once. That goes on past the first token of a request and past the
-end of one: both are in the step in flight, whose results come after the first of these steps is planned. Plans, pages and
-their order are as if each sequence were looked at in each step.
+While nothing but such sequences run, and at most one prompt that goes on by equal chunks, steps
+differ in positions only: `most` says how many of them follow, `advance` makes them at once. That
+goes on past the first token of a request and past the end of one: both are in the step in flight,
+whose results come after the first of these steps is planned. Plans, pages and their order are as if
+each sequence were looked at in each step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class _Member:
     def __init__(self, request: Request, step: int, pages: list[int]) -> None:
         self.request, self.since, self.rank = request, step, request.rank
         self.pages = pages  # of the first group
-        self.offset = request.num_computed - step  # the position that a step computes, less the step's number
+        # the position that a step computes, less the step's number
+        self.offset = request.num_computed - step
         self.is_known = False  # its first page is in the prefix index
 
     def __lt__(self, other: object) -> bool:
@@ -58,31 +61,52 @@ class SteadyDecoding:
     """The sequences of a scheduler that only decode."""
 
     def __init__(
-        self, scheduler: Scheduler, clock: Clock, emit: EventSink, *, steps_ahead: int, by_prefix: bool, evict: bool
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        emit: EventSink,
+        *,
+        steps_ahead: int,
+        by_prefix: bool,
+        evict: bool,
     ) -> None:
         """`steps_ahead`: as the runner's. `by_prefix`, `evict`: as the scheduler's."""
-        self.scheduler, self._clock, self._emit, self._steps_ahead = scheduler, clock, emit, steps_ahead
+        self.scheduler, self._clock, self._emit, self._steps_ahead = (
+            scheduler,
+            clock,
+            emit,
+            steps_ahead,
+        )
         self._by_prefix, self._evict = by_prefix, evict
         self._pages = Pages(scheduler.kv, clock, emit)  # what requests would need
         self.num_made = 0  # steps with such sequences so far: by these numbers all of this counts
-        self.caught_up: list[tuple[str, int, int]] = []  # requests that have got the tokens of these steps; for who reads it
+        # requests that have got the tokens of these steps; for who reads it
+        self.caught_up: list[tuple[str, int, int]] = []
         self.last_plan = StepPlan(-1)  # in flight, or committed
         self._num_in_last = 0  # sequences of that plan that have no item
         self._members: dict[int, _Member] = {}
         self._sum_of_offsets = 0
         self._longest = 0  # offset
-        self._due: list[tuple[int, tuple[Any, ...], bool, _Member]] = []  # a heap: a page is full (False), or taken (True)
-        self._ends: list[tuple[int, int, _Member]] = []  # a heap: when only the last token is to be drawn
+        # a heap: a page is full (False), or taken (True)
+        self._due: list[tuple[int, tuple[Any, ...], bool, _Member]] = []
+        # a heap: when only the last token is to be drawn
+        self._ends: list[tuple[int, int, _Member]] = []
         self._accounts: dict[Tenant, int] = {}  # and how many of them each has
-        self._firsts: list[Request] = []  # of them, those whose first token the step in flight yields
+        # of them, those whose first token the step in flight yields
+        self._firsts: list[Request] = []
         kv = scheduler.kv
         windows = [group.window for group in kv.groups if group.window]
-        large = 2 * max(group.page_size for group in kv.groups) + 2  # what is given back must be recorded by then
-        self._is_possible = kv.offload.tiers is None and not kv.has_states and min(windows, default=large) >= large
+        # what is given back must be recorded by then
+        large = 2 * max(group.page_size for group in kv.groups) + 2
+        self._is_possible = (
+            kv.offload.tiers is None and not kv.has_states and min(windows, default=large) >= large
+        )
         self._is_simple = len(kv.groups) == 1 and not windows
-        self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
+        # what it computes enters the prefix index when it matters, not when it is computed
+        self._records_late = self._is_simple
         self._records_now = not self._records_late
-        self.names_all = True  # each plan has an item of every sequence, so that its event names them
+        # each plan has an item of every sequence, so that its event names them
+        self.names_all = True
 
     # ---- what runs, as a runner sees it
 
@@ -92,8 +116,11 @@ class SteadyDecoding:
 
     @property
     def steady_context(self) -> tuple[int, int]:
-        """The tokens that the steady requests of the last planned step see, in all, and the most that one of them does."""
-        return self._sum_of_offsets + len(self._members) * self.num_made, self._longest + self.num_made
+        """The tokens that the steady requests of the last planned step see, in all, and the most
+        that one of them does."""
+        return self._sum_of_offsets + len(
+            self._members
+        ) * self.num_made, self._longest + self.num_made
 
     def steady_rows(self) -> list[int]:
         return [member.request.row for member in self._members.values()]
@@ -113,7 +140,9 @@ class SteadyDecoding:
         if request is None or request.epoch != item.epoch or (left := self._num_left(request)) <= 0:
             return False
         step = self.num_made
-        member = self._members[request.seq] = _Member(request, step, self.scheduler.kv.tables(request.seq)[0])
+        member = self._members[request.seq] = _Member(
+            request, step, self.scheduler.kv.tables(request.seq)[0]
+        )
         member.is_known = len(request.tokens) - 1 > self.scheduler.kv.page_size
         self._sum_of_offsets += member.offset
         if member.offset > self._longest or len(self._members) == 1:
@@ -135,14 +164,23 @@ class SteadyDecoding:
             or request.waits_for_tokens
             or request.kv_policy is not None
             or request.drafts
-            or (is_first and (self.names_all or not self._steps_ahead or request.children or request.prefix_leases))
+            or (
+                is_first
+                and (
+                    self.names_all
+                    or not self._steps_ahead
+                    or request.children
+                    or request.prefix_leases
+                )
+            )
             or (request.writable_end < request.num_computed and not self._owns_page(request))
         ):
             return 0
         return request.max_tokens - num_known + request.num_prompt - 1
 
     def _owns_page(self, request: Request) -> bool:
-        """Tells if no other sequence reads the page of the next token, for a prompt that was computed."""
+        """Tells if no other sequence reads the page of the next token, for a prompt that was
+        computed."""
         kv, position = self.scheduler.kv, request.num_computed
         if self._is_simple:
             pages, at = kv.tables(request.seq)[0], position // kv.page_size
@@ -153,8 +191,8 @@ class SteadyDecoding:
         return request.writable_end >= position
 
     def _await_page(self, member: _Member, at: int) -> None:
-        """The plan number `at` takes its next page. The one before is full of known tokens then, or a plan earlier where none
-        is in flight."""
+        """The plan number `at` takes its next page. The one before is full of known tokens then, or
+        a plan earlier where none is in flight."""
         if not self._steps_ahead and at > self.num_made:
             heappush(self._due, (at - 1, member.rank, False, member))
         heappush(self._due, (at, member.rank, True, member))
@@ -174,7 +212,8 @@ class SteadyDecoding:
             self._catch_up(member, self.num_made)
 
     def _record(self, member: _Member) -> None:
-        """Records the member's tokens in the prefix index, as far as they were known when the last step was planned."""
+        """Records the member's tokens in the prefix index, as far as they were known when the last
+        step was planned."""
         self._catch_up(member, self.num_made)
         tokens = member.request.tokens
         self.scheduler.kv.record(member.request.seq, tokens, len(tokens) - 1)
@@ -198,7 +237,10 @@ class SteadyDecoding:
             return False
         if self._by_prefix or len(waiting) > _MAX_LOOKED_UP:
             return True
-        return any(scheduler.kv.index.knows_begin(self._pages.path(request)) for request in waiting.values())
+        return any(
+            scheduler.kv.index.knows_begin(self._pages.path(request))
+            for request in waiting.values()
+        )
 
     def settle(self, seqs: Iterable[int] | None = None) -> None:
         """These, or all, are looked at in each step again."""
@@ -216,7 +258,9 @@ class SteadyDecoding:
             if not self._accounts[account]:
                 del self._accounts[account]
             if request.num_in_flight:
-                items.append(StepItem(seq, request.row, request.num_computed - 1, 1, True, request.epoch))
+                items.append(
+                    StepItem(seq, request.row, request.num_computed - 1, 1, True, request.epoch)
+                )
             if self._firsts and request in self._firsts:
                 self._firsts.remove(request)
             if member.offset == self._longest:
@@ -226,7 +270,11 @@ class SteadyDecoding:
             self._ends.clear()
         self._num_in_last -= len(items)
         if items:
-            last.items = sorted(items + last.items, key=self._order) if len(items) + len(last.items) > 1 else items
+            last.items = (
+                sorted(items + last.items, key=self._order)
+                if len(items) + len(last.items) > 1
+                else items
+            )
 
     def _order(self, item: StepItem) -> tuple[Any, ...]:
         """As in a plan: sequences that decode by their rank, then prompts."""
@@ -275,7 +323,9 @@ class SteadyDecoding:
         scheduler = self.scheduler
         kv, running, num_waiting = scheduler.kv, scheduler.running, len(scheduler.waiting.requests)
         num_others = len(running) - len(self._members)
-        if (scheduler.policy.prefill_first and (num_others or num_waiting)) or len(running) > scheduler.token_budget:
+        if (scheduler.policy.prefill_first and (num_others or num_waiting)) or len(
+            running
+        ) > scheduler.token_budget:
             return False
         if num_waiting and any(request.seq in self._members for request in self._that_may_yield()):
             return False
@@ -300,10 +350,13 @@ class SteadyDecoding:
         due, step = self._due, self.num_made
         if not due or due[0][0] > step:
             return 0
-        return len([1 for at, _, takes, member in due if at == step and takes and member.since >= 0])
+        return len(
+            [1 for at, _, takes, member in due if at == step and takes and member.since >= 0]
+        )
 
     def _plan_beside(self) -> StepPlan | None:
-        """A plan in which all of them get their token, and the others what the scheduler gives them."""
+        """A plan in which all of them get their token, and the others what the scheduler gives
+        them."""
         scheduler, members = self.scheduler, self._members
         plan, state = scheduler.begin_plan()
         state.num_left -= len(members)
@@ -313,7 +366,8 @@ class SteadyDecoding:
         if len(scheduler.running) > len(members):
             others = [request for request in scheduler.running if request.seq not in members]
         prompts = [request for request in others if request.num_needed > 1]
-        while others and self._due and self._due[0][0] <= self.num_made:  # in the order in which they would have been looked at
+        # in the order in which they would have been looked at
+        while others and self._due and self._due[0][0] <= self.num_made:
             before = [request for request in others if request.rank < self._due[0][1]]
             scheduler.decode(before, plan, state)
             del others[: len(before)]
@@ -328,7 +382,9 @@ class SteadyDecoding:
 
     def _leave_one(self, plan: StepPlan, state: StepState) -> None:
         """The last of them has an item: a plan without any would compute nothing."""
-        request = next(request for request in reversed(self.scheduler.running) if request.seq in self._members)
+        request = next(
+            request for request in reversed(self.scheduler.running) if request.seq in self._members
+        )
         state.num_left += 1
         request.account.num_served -= 1
         self.settle([request.seq])
@@ -342,7 +398,11 @@ class SteadyDecoding:
                 self._turn_page()
             return
         takers = list[list[int]]()
-        size, is_ahead, records_now = self.scheduler.kv.page_size, self._steps_ahead > 0, self._records_now
+        size, is_ahead, records_now = (
+            self.scheduler.kv.page_size,
+            self._steps_ahead > 0,
+            self._records_now,
+        )
         while due:
             at, rank, takes, member = due[0]
             if at >= end:
@@ -368,7 +428,8 @@ class SteadyDecoding:
             self._grow(takers)
 
     def _grow(self, tables: list[list[int]]) -> None:
-        """One more page for each of these, in this order; there is one group, and there are free pages."""
+        """One more page for each of these, in this order; there is one group, and there are free
+        pages."""
         kv = self.scheduler.kv
         pages = kv.pool.take_all(len(tables))
         kv.num_evicted += kv.index.forget_all(pages)
@@ -391,7 +452,8 @@ class SteadyDecoding:
             self._await_page(member, at + kv.page_size)
 
     def _record_page(self, member: _Member, at: int) -> None:
-        """Known by then are the tokens before the one that this plan computes, and where none is in flight, that one."""
+        """Known by then are the tokens before the one that this plan computes, and where none is in
+        flight, that one."""
         request = member.request
         self._catch_up(member, at)
         self.scheduler.kv.record(request.seq, request.tokens, len(request.tokens))
@@ -401,15 +463,16 @@ class SteadyDecoding:
 
     @property
     def has_new(self) -> bool:
-        """The queued request that is next was not looked at: the next step may not be like the last."""
+        """The queued request that is next was not looked at: the next step may not be like the
+        last."""
         if not self.scheduler.waiting.requests or self._by_prefix:
             return False
         request = self.scheduler.next_waiting()
         return request is not None and not request.deferred_because
 
     def most(self) -> tuple[int, float, StepItem | None]:
-        """The number of steps like the last one that follow it, if they are planned before some time, and which prompt goes on in
-        them; 0: none, or it is not known."""
+        """The number of steps like the last one that follow it, if they are planned before some
+        time, and which prompt goes on in them; 0: none, or it is not known."""
         none, scheduler, members, prompt = (0, 0.0, None), self.scheduler, self._members, None
         num = 1 << 30
         if members:
@@ -448,7 +511,10 @@ class SteadyDecoding:
                 return False
             if request.prefix_leases or request.children:
                 return False
-            if len(request.tokens) + request.num_in_flight - request.num_prompt < request.max_tokens:
+            if (
+                len(request.tokens) + request.num_in_flight - request.num_prompt
+                < request.max_tokens
+            ):
                 return False
         return True
 
@@ -458,22 +524,35 @@ class SteadyDecoding:
 
     def _is_like_last(self, prompt: StepItem | None) -> bool:
         """The last plan had the same sequences: its event tells of those that follow."""
-        return self._num_in_last == len(self._members) and len(self.last_plan.items) == (prompt is not None)
+        return self._num_in_last == len(self._members) and len(self.last_plan.items) == (
+            prompt is not None
+        )
 
     def _num_chunks(self, item: StepItem) -> int:
-        """The number of steps that compute as much of the prompt as this one does, and none of them its last."""
+        """The number of steps that compute as much of the prompt as this one does, and none of them
+        its last."""
         scheduler = self.scheduler
         request = scheduler.requests.get(item.seq)
-        if request is None or request.epoch != item.epoch or item.samples or scheduler.kv.has_windows:
+        if (
+            request is None
+            or request.epoch != item.epoch
+            or item.samples
+            or scheduler.kv.has_windows
+        ):
             return 0
-        if request.kv_policy is not None or request.in_background or item.count + len(self._members) != scheduler.token_budget:
+        if (
+            request.kv_policy is not None
+            or request.in_background
+            or item.count + len(self._members) != scheduler.token_budget
+        ):
             return 0
         if scheduler.policy.prefill_first and self._members:
             return 0
         return (len(request.tokens) - request.num_computed - 1) // item.count
 
     def _queue_rests_until(self, prompt: StepItem | None) -> float:
-        """Until when no queued request can start, nor take another's place; -inf: that is not known."""
+        """Until when no queued request can start, nor take another's place; -inf: that is not
+        known."""
         unknown, scheduler = -math.inf, self.scheduler
         alone = scheduler.waiting.only_tenant()
         if alone is None or self._by_prefix:
@@ -486,12 +565,17 @@ class SteadyDecoding:
         if self._may_find():
             self.record()
         running = scheduler.running
-        state = StepState(scheduler.token_budget, scheduler.token_budget, len(running), len(running))
+        state = StepState(
+            scheduler.token_budget, scheduler.token_budget, len(running), len(running)
+        )
         state.num_waiting, state.num_rows = len(scheduler.waiting.requests), scheduler.num_rows
         if self._evict and scheduler.policy.may_admit(state):
             if preemption.lower(running, request):
                 return unknown
-            if len(running) == scheduler.num_rows and scheduler.waiting.num_tenants(request.in_background) > 1:
+            if (
+                len(running) == scheduler.num_rows
+                and scheduler.waiting.num_tenants(request.in_background) > 1
+            ):
                 return unknown
         state.num_left -= len(self._members) + (prompt.count if prompt is not None else 0)
         if self._obstacle_stays(request, state, prompt is not None) != request.deferred_because:
@@ -500,15 +584,22 @@ class SteadyDecoding:
         return math.inf if oldest.is_aged else _until_aged(oldest.queued_s, self._clock.now())
 
     def _obstacle_stays(self, request: Request, state: StepState, has_prompt: bool) -> str:
-        """The obstacle that the next plan states, if that is nothing that these steps change; else a word that it never says."""
+        """The obstacle that the next plan states, if that is nothing that these steps change; else
+        a word that it never says."""
         if obstacle := self.scheduler.obstacle(request, state):
             return obstacle
         if has_prompt:  # its pages may be what the request waits for
             return "?"
         kv, running = self.scheduler.kv, self.scheduler.running
         reserve = self._pages.reserve(request, running, to_the_end=not self._evict)
-        if self._pages.num_to_start(request) + reserve > kv.num_free_pages and not kv.holds(request.seq):
-            return "not enough free pages" if self._evict else "not enough free pages to run to its end"
+        if self._pages.num_to_start(request) + reserve > kv.num_free_pages and not kv.holds(
+            request.seq
+        ):
+            return (
+                "not enough free pages"
+                if self._evict
+                else "not enough free pages to run to its end"
+            )
         return "?"
 
     def _num_by_pages(self, num: int) -> int:
@@ -520,9 +611,17 @@ class SteadyDecoding:
         most = (free // per_page - 2) * size
         if most > 0:
             return min(num, most)
-        # Within a page's length each takes at most one of each group: until there is none for the next to take one.
+        # Within a page's length each takes at most one of each group: until there is none for the
+        # next to take one.
         room = free // len(kv.groups)
-        ends = nsmallest(room + 1, [at - self.num_made for at, _, takes, member in self._due if takes and member.since >= 0])
+        ends = nsmallest(
+            room + 1,
+            [
+                at - self.num_made
+                for at, _, takes, member in self._due
+                if takes and member.since >= 0
+            ],
+        )
         return min(num, size) if room >= len(ends) else min(num, ends[room], size)
 
     def advance(self, num: int, prompt: StepItem | None) -> StepPlan:

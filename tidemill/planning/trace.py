@@ -1,4 +1,5 @@
-"""Recorded traffic: Azure's CSV and Mooncake's JSONL, as rows and as arrivals of a simulation; and a row as a line."""
+"""Recorded traffic: Azure's CSV and Mooncake's JSONL, as rows and as arrivals of a simulation; and
+a row as a line."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ class Row:
     at_s: float
     num_prompt: int
     num_output: int
-    blocks: tuple[int, ...] = ()  # a number for each block of its prompt; the same numbers: the same tokens
+    # a number for each block of its prompt; the same numbers: the same tokens
+    blocks: tuple[int, ...] = ()
     priority: int = 0
     tenant: str = ""
     n: int = 1
     abort_s: float | None = None  # after its arrival
-    block_len: int = MOONCAKE_BLOCK  # tokens that a number of `blocks` stands for: a part of MOONCAKE_BLOCK
+    # tokens that a number of `blocks` stands for: a part of MOONCAKE_BLOCK
+    block_len: int = MOONCAKE_BLOCK
     ttft_s: float | None = None  # as it was when it was recorded
     e2e_s: float | None = None
     model: str = ""  # where several were recorded
@@ -46,16 +49,19 @@ class Row:
 
     @property
     def long_blocks(self) -> tuple[int, ...]:
-        """Numbers of MOONCAKE_BLOCK tokens each. A number stands for all blocks before it as well: the last is taken."""
+        """Numbers of MOONCAKE_BLOCK tokens each. A number stands for all blocks before it as well:
+        the last is taken."""
         num = MOONCAKE_BLOCK // self.block_len
         return self.blocks[num - 1 :: num]
 
 
 def read_rows(path: Path, limit: int = MAX_REQUESTS, key: bytes | None = None) -> list[Row]:
-    """In the order of time, the first at 0. A folder is a recording, with its owner's `key` where it is sealed. A CSV has the
-    columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a JSONL has timestamp (ms), input_length and output_length,
-    and may have hash_ids (one for block_size tokens, or 512), priority, tenant, n, abort_ms (after its arrival), and ttft_ms and
-    e2e_ms, as measured. Other fields are ignored, and so is a last line that was not written in full."""
+    """In the order of time, the first at 0. A folder is a recording, with its owner's `key` where
+    it is sealed. A CSV has the columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a
+    JSONL has timestamp (ms), input_length and output_length, and may have hash_ids (one for
+    block_size tokens, or 512), priority, tenant, n, abort_ms (after its arrival), and ttft_ms and
+    e2e_ms, as measured. Other fields are ignored, and so is a last line that was not written in
+    full."""
     if path.is_dir():
         return from_zero(_recorded_rows(path, min(limit, MAX_REQUESTS), key))
     read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
@@ -64,10 +70,22 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS, key: bytes | None = None) -
         with path.open("rb") as file:
             rows = list(islice(read(lines.of(file)), min(limit, MAX_REQUESTS)))
     except OSError as error:
-        raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", param="trace") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+        raise ConfigError(
+            f"The trace {path} cannot be read: {error.strerror}.", param="trace"
+        ) from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        csv.Error,
+    ) as error:
         what = f"{path} cannot be read as a trace: line {lines.number}: {_reason(error)}."
-        raise ConfigError(what, fix="Azure's CSV and Mooncake's JSONL are known.", param="trace") from error
+        raise ConfigError(
+            what, fix="Azure's CSV and Mooncake's JSONL are known.", param="trace"
+        ) from error
     if not rows:
         raise ConfigError(f"{path} holds no request.", param="trace")
     return from_zero(rows)
@@ -86,41 +104,70 @@ def _recorded_rows(folder: Path, limit: int, key: bytes | None) -> list[Row]:
 
 
 def arrivals(
-    rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
+    rows: Iterable[Row],
+    *,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    max_context: int = _MOST,
 ) -> list[Arrival]:
-    """Times and lengths are multiplied by the scales; a request that does not fit `max_context` is cut to it."""
-    return list(coming(rows, time_scale=time_scale, length_scale=length_scale, max_context=max_context))
+    """Times and lengths are multiplied by the scales; a request that does not fit `max_context` is
+    cut to it."""
+    return list(
+        coming(rows, time_scale=time_scale, length_scale=length_scale, max_context=max_context)
+    )
 
 
 def coming(
-    rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
+    rows: Iterable[Row],
+    *,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    max_context: int = _MOST,
 ) -> Iterator[Arrival]:
-    """The arrivals one by one, like `arrivals`: prompts of a long trace take more memory than all else."""
+    """The arrivals one by one, like `arrivals`: prompts of a long trace take more memory than all
+    else."""
     for number, row in enumerate(rows):
         length, output = _cut(row, length_scale, max_context)
         prompt: tuple[int, ...] = row.prompt_ids[:length] if length_scale == 1 else ()
         if row.blocks and not prompt:
-            prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale)))
+            prompt = prompt_of(
+                row.blocks, length, number, max(1, round(row.block_len * length_scale))
+            )
         at_s = row.at_s * time_scale
         abort_s = None if row.abort_s is None else at_s + row.abort_s
         yield Arrival(
-            f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s, salt=row.salt
+            f"r{number}",
+            at_s,
+            length,
+            output,
+            row.priority,
+            row.tenant,
+            prompt,
+            n=row.n,
+            abort_s=abort_s,
+            salt=row.salt,
         )
 
 
 def num_cut(rows: Iterable[Row], *, length_scale: float = 1.0, max_context: int = _MOST) -> int:
     """Requests that do not fit."""
-    return sum(_cut(row, length_scale, max_context) != _cut(row, length_scale, 1 << 100) for row in rows)
+    return sum(
+        _cut(row, length_scale, max_context) != _cut(row, length_scale, 1 << 100) for row in rows
+    )
 
 
 def _cut(row: Row, length_scale: float, max_context: int) -> tuple[int, int]:
-    """Tokens of its prompt and its output: the output has at most half of the context, and the prompt the rest."""
+    """Tokens of its prompt and its output: the output has at most half of the context, and the
+    prompt the rest."""
     output = max(1, min(round(row.num_output * length_scale), max_context // 2))
     return max(1, min(round(row.num_prompt * length_scale), max_context - output)), output
 
 
-def prompt_of(blocks: Iterable[int], length: int, number: int, block_len: int = MOONCAKE_BLOCK) -> tuple[int, ...]:
-    """Tokens, of which prompts share as many as their first blocks are the same. What blocks do not cover is nobody else's."""
+def prompt_of(
+    blocks: Iterable[int], length: int, number: int, block_len: int = MOONCAKE_BLOCK
+) -> tuple[int, ...]:
+    """Tokens, of which prompts share as many as their first blocks are the same. What blocks do not
+    cover is nobody else's."""
     ids: list[int] = []
     for block in blocks:
         if len(ids) >= length:
@@ -162,7 +209,8 @@ def _reason(error: Exception) -> str:
 
 def _azure_rows(lines: Iterable[str]) -> Iterator[Row]:
     for row in csv.DictReader(lines):
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second: one too many for Python
+        # seven digits of a second: one too many for Python
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         yield Row(at, _number(row["ContextTokens"]), _number(row["GeneratedTokens"]))
 
 

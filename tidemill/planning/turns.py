@@ -1,4 +1,5 @@
-"""Turns: prompts that go on with what was generated before find it in a simulated prefix cache, as in the engine."""
+"""Turns: prompts that go on with what was generated before find it in a simulated prefix cache, as
+in the engine."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ class _Sample:
 
 
 class Turns:
-    """A simulated sequence generates one token again and again. So that the next turn of a conversation finds the pages of the
-    turns before it, the tokens that these generated are replaced in its prompt. Of one engine."""
+    """A simulated sequence generates one token again and again. So that the next turn of a
+    conversation finds the pages of the turns before it, the tokens that these generated are
+    replaced in its prompt. Of one engine."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._samples: dict[int, _Sample] = {}  # by the hash of all tokens up to the end of a page: who had them first
+        # by the hash of all tokens up to the end of a page: who had them first
+        self._samples: dict[int, _Sample] = {}
 
     def simulated(self, prompt_ids: tuple[int, ...], salt: str) -> tuple[int, ...]:
         """The prompt as the simulation has it."""
@@ -45,7 +48,8 @@ class Turns:
         self, prompt_ids: tuple[int, ...], simulated: tuple[int, ...], salt: str, outputs: Sequence[tuple[int, ...]],
         seqs: Sequence[int],
     ) -> None:  # fmt: skip
-        """A request has come, whose samples will generate this. `seqs`: their numbers in the simulation."""
+        """A request has come, whose samples will generate this. `seqs`: their numbers in the
+        simulation."""
         for output, seq in zip(outputs, seqs, strict=False):
             sample = _Sample(prompt_ids + output, simulated, token_of(seq))
             for key in self._keys(sample.recorded, salt):

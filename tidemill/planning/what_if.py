@@ -1,9 +1,11 @@
-"""What would have kept the SLO: the smallest change of a recorded engine that does, found by simulating one after the other.
+"""What would have kept the SLO: the smallest change of a recorded engine that does, found by
+simulating one after the other.
 
-Changes are tried in the order of what they cost: one option that only changes an order, one with other sizes, one with more
-memory; then the best of these together with others; then more replicas. A change keeps the SLO if its requests do even with the
-error that the simulation of the recorded engine has, at the quantile that the SLO asks for, and with steps that take as long as
-they did in the machine's slower times. Few requests say less than many: that, too, is part of the error.
+Changes are tried in the order of what they cost: one option that only changes an order, one with
+other sizes, one with more memory; then the best of these together with others; then more replicas.
+A change keeps the SLO if its requests do even with the error that the simulation of the recorded
+engine has, at the quantile that the SLO asks for, and with steps that take as long as they did in
+the machine's slower times. Few requests say less than many: that, too, is part of the error.
 """
 
 from __future__ import annotations
@@ -47,9 +49,13 @@ class Slo:
             return False
         return self.tpot_s is None or (record.tpot_s or 0.0) * tpot_scale <= self.tpot_s
 
-    def part(self, records: Sequence[Record], ttft_scale: float = 1.0, tpot_scale: float = 1.0) -> float:
+    def part(
+        self, records: Sequence[Record], ttft_scale: float = 1.0, tpot_scale: float = 1.0
+    ) -> float:
         """The part of the requests that keep it."""
-        return sum(self.is_kept(each, ttft_scale, tpot_scale) for each in records) / max(len(records), 1)
+        return sum(self.is_kept(each, ttft_scale, tpot_scale) for each in records) / max(
+            len(records), 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,11 @@ class Change:
         """Both. None: they are about the same option."""
         if {name for name, _ in self.options} & {name for name, _ in other.options}:
             return None
-        return Change((*self.options, *other.options), max(self.num_engines, other.num_engines), self.weight + other.weight)
+        return Change(
+            (*self.options, *other.options),
+            max(self.num_engines, other.num_engines),
+            self.weight + other.weight,
+        )
 
     def apply(self, config: SimConfig, page_bytes: int) -> SimConfig:
         fields = {_FIELDS[name]: value for name, value in self.options if name in _FIELDS}
@@ -151,8 +161,14 @@ class Search:
         self, case: Case, recorded: Callable[[Sequence[Row]], list[Record]], seconds: float = 120.0,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        """`recorded`: the records of rows as they were measured. `seconds`: after these no other change is tried."""
-        self._case, self._recorded, self._seconds, self._progress = case, recorded, seconds, progress
+        """`recorded`: the records of rows as they were measured. `seconds`: after these no other
+        change is tried."""
+        self._case, self._recorded, self._seconds, self._progress = (
+            case,
+            recorded,
+            seconds,
+            progress,
+        )
         self._begin_s = time.monotonic()
         self._rows = busiest(case.rows, recorded, case.slo)
         self._seen: set[tuple[frozenset[tuple[str, Any]], int]] = set()
@@ -162,9 +178,14 @@ class Search:
         case, slo = self._case, self._case.slo
         run = self._simulate(Change(num_engines=case.num_engines), self._rows, gives_up=False)
         measured = self._recorded(self._rows)
-        simulated, recorded = Times.of(run.records, slo), Times.of(measured, slo) if measured else None
+        simulated, recorded = (
+            Times.of(run.records, slo),
+            Times.of(measured, slo) if measured else None,
+        )
         ratios = _error(measured, run.records, slo)
-        self._answer = Answer(recorded, simulated, *ratios, num_requests=len(self._rows), num_all=len(case.rows))
+        self._answer = Answer(
+            recorded, simulated, *ratios, num_requests=len(self._rows), num_all=len(case.rows)
+        )
         base = self._tried(Change(num_engines=case.num_engines), run)
         self._answer.tried.append(base)
         base.keeps = recorded.attainment >= slo.attainment if recorded is not None else base.keeps
@@ -186,14 +207,19 @@ class Search:
             best = leading.change
             if len(best.options) >= _MOST_TOGETHER:
                 break
-            together = sorted(filter(None, (best.with_(change) for change in singles)), key=lambda change: change.weight)
+            together = sorted(
+                filter(None, (best.with_(change) for change in singles)),
+                key=lambda change: change.weight,
+            )
             tried = [found for change in together if (found := self._try(change)) is not None]
         for num in range(self._case.num_engines + 1, self._case.most_engines + 1):
             for change in (Change(), best):
                 self._try(replace(change, num_engines=num, weight=change.weight + 10.0 * num))
 
     def _attained_by(self, change: Change) -> float:
-        return next((one.times.attainment for one in self._answer.tried if one.change == change), 0.0)
+        return next(
+            (one.times.attainment for one in self._answer.tried if one.change == change), 0.0
+        )
 
     def _is_over(self) -> bool:
         if time.monotonic() - self._begin_s > self._seconds and not self._answer.found:
@@ -223,19 +249,29 @@ class Search:
         return one
 
     def _widen(self, one: Tried, rows: Sequence[Row]) -> None:
-        """The same in the machine's good and in its bad times: where requests queue, a little slower is a lot later."""
+        """The same in the machine's good and in its bad times: where requests queue, a little
+        slower is a lot later."""
         for cost in filter(None, (self._case.faster, self._case.slower)):
             records = self._simulate(one.change, rows, gives_up=False, cost=cost).records
             low, high = likely(self._case.slo.part(records), len(records))
             one.low, one.high = min(one.low, low), max(one.high, high)
         one.keeps = one.low >= self._case.slo.attainment
 
-    def _simulate(self, change: Change, rows: Sequence[Row], gives_up: bool = True, cost: CostModel | None = None) -> FleetRun:
+    def _simulate(
+        self,
+        change: Change,
+        rows: Sequence[Row],
+        gives_up: bool = True,
+        cost: CostModel | None = None,
+    ) -> FleetRun:
         case = self._case
         allowed = 2 * (1 - case.slo.attainment) * len(rows) + 10
 
         def is_lost(records: list[Record]) -> bool:
-            return sum(bool(each.token_times_s) and not case.slo.is_kept(each) for each in records) > allowed
+            return (
+                sum(bool(each.token_times_s) and not case.slo.is_kept(each) for each in records)
+                > allowed
+            )
 
         return run_rows(
             rows, change.apply(case.config, case.page_bytes), cost or case.cost, num_engines=change.num_engines,
@@ -252,14 +288,23 @@ class Search:
         keeps = run.is_complete and low >= slo.attainment
         config = change.apply(self._case.config, self._case.page_bytes)
         return Tried(
-            change, Times.of(run.records, slo), low, high, keeps, run.is_complete, len(run.records), self._beyond(config)
+            change,
+            Times.of(run.records, slo),
+            low,
+            high,
+            keeps,
+            run.is_complete,
+            len(run.records),
+            self._beyond(config),
         )
 
     def _beyond(self, config: SimConfig) -> str:
         was = self._case.config
         parts = [
             f"more than {was.num_rows} sequences" if config.num_rows > was.num_rows else "",
-            f"more than {was.token_budget} tokens a step" if config.token_budget > was.token_budget else "",
+            f"more than {was.token_budget} tokens a step"
+            if config.token_budget > was.token_budget
+            else "",
         ]
         return " and ".join(filter(None, parts))
 
@@ -276,7 +321,15 @@ class Search:
         for weight, policy in enumerate(("continuous", "splitfuse", "prefill-first")):
             if config.policy != policy:
                 yield Change((("policy", policy),), num, 1.2 + weight / 10)
-        for steps, times in ((1, 2.0), (1, 0.5), (2, 4.0), (2, 0.25), (3, 8.0), (3, 0.125), (4, 16.0)):
+        for steps, times in (
+            (1, 2.0),
+            (1, 0.5),
+            (2, 4.0),
+            (2, 0.25),
+            (3, 8.0),
+            (3, 0.125),
+            (4, 16.0),
+        ):
             budget = int(config.token_budget * times)
             if _LEAST_BUDGET <= budget <= min(_MOST_BUDGET, config.max_context):
                 yield Change((("token-budget", budget),), num, 1.5 + steps / 4)
@@ -288,11 +341,18 @@ class Search:
             for steps, times in ((1, 2), (2, 4), (3, 8)):
                 more = (times - 1) * config.num_pages * case.page_bytes
                 if more <= case.free_bytes:
-                    yield Change((("kv-memory", times * config.num_pages * case.page_bytes),), num, 3.0 + steps)
+                    yield Change(
+                        (("kv-memory", times * config.num_pages * case.page_bytes),),
+                        num,
+                        3.0 + steps,
+                    )
 
 
-def busiest(rows: Sequence[Row], recorded: Callable[[Sequence[Row]], list[Record]], slo: Slo) -> Sequence[Row]:
-    """The stretch of a long recording in which most requests missed the SLO; the densest, where that is not known."""
+def busiest(
+    rows: Sequence[Row], recorded: Callable[[Sequence[Row]], list[Record]], slo: Slo
+) -> Sequence[Row]:
+    """The stretch of a long recording in which most requests missed the SLO; the densest, where
+    that is not known."""
     if len(rows) <= MOST_ROWS:
         return rows
     missed = [sum(not slo.is_kept(record) for record in recorded([row])) for row in rows]
@@ -311,18 +371,26 @@ def busiest(rows: Sequence[Row], recorded: Callable[[Sequence[Row]], list[Record
 
 
 def likely(part: float, num: int) -> tuple[float, float]:
-    """In which range a part lies of which a sample of so many requests shows this (Wilson's interval, 90 %)."""
+    """In which range a part lies of which a sample of so many requests shows this (Wilson's
+    interval, 90 %)."""
     scale, middle = 1 + _Z**2 / num, part + _Z**2 / (2 * num)
     margin = _Z * math.sqrt(part * (1 - part) / num + _Z**2 / (4 * num**2))
     return max((middle - margin) / scale, 0.0), min((middle + margin) / scale, 1.0)
 
 
-def _error(recorded: Sequence[Record], simulated: Sequence[Record], slo: Slo) -> tuple[float, float]:
-    """Recorded times to the first token and per token, by simulated ones, at the quantile that the SLO asks for."""
+def _error(
+    recorded: Sequence[Record], simulated: Sequence[Record], slo: Slo
+) -> tuple[float, float]:
+    """Recorded times to the first token and per token, by simulated ones, at the quantile that the
+    SLO asks for."""
 
     def ratio(of: Callable[[Record], float | None]) -> float:
         sides = [
-            [value for record in records if record.token_times_s and (value := of(record)) is not None]
+            [
+                value
+                for record in records
+                if record.token_times_s and (value := of(record)) is not None
+            ]
             for records in (recorded, simulated)
         ]
         if not all(sides):
@@ -334,7 +402,9 @@ def _error(recorded: Sequence[Record], simulated: Sequence[Record], slo: Slo) ->
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{percent}": percentile(values, percent) for percent in _PERCENTILES} if values else {}
+    return (
+        {f"p{percent}": percentile(values, percent) for percent in _PERCENTILES} if values else {}
+    )
 
 
 def lines_of(answer: Answer, slo: Slo, was_engines: int) -> list[str]:
@@ -342,7 +412,9 @@ def lines_of(answer: Answer, slo: Slo, was_engines: int) -> list[str]:
     found = answer.found
     lines = []
     if answer.num_requests < answer.num_all:
-        lines.append(f"Tried with the {answer.num_requests:,} requests of {answer.num_all:,} among which most missed it.")
+        lines.append(
+            f"Tried with the {answer.num_requests:,} requests of {answer.num_all:,} among which most missed it."
+        )
     if found is None:
         why = "the time was over" if answer.is_cut else "nothing that was tried does"
         lines.append(f"Nothing found that keeps the SLO for {slo.attainment:.0%}: {why}.")
@@ -354,11 +426,17 @@ def lines_of(answer: Answer, slo: Slo, was_engines: int) -> list[str]:
     lines.append(f"Keeps the SLO: {found.change.flags(was_engines)}")
     lines.append(f"  predicted: {found.times.attainment:.1%} of the requests within it, {error}")
     if found.beyond:
-        lines.append(f"  beyond what was recorded ({found.beyond}): extrapolated from steps with prompts")
+        lines.append(
+            f"  beyond what was recorded ({found.beyond}): extrapolated from steps with prompts"
+        )
     if found.num_requests < answer.num_all:
-        lines.append("  not simulated with the whole recording: it would have taken too long (--seconds)")
+        lines.append(
+            "  not simulated with the whole recording: it would have taken too long (--seconds)"
+        )
     if found.change.num_engines > was_engines:
-        lines.append("  a replica is another machine like this one (`tidemill route`), or another device of it (--data-parallel)")
+        lines.append(
+            "  a replica is another machine like this one (`tidemill route`), or another device of it (--data-parallel)"
+        )
     for name, value in found.change.options:
         if name == "kv-memory":
             lines.append(f"  --kv-memory {value} is {fmt_bytes(value)}")

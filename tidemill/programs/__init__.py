@@ -1,4 +1,5 @@
-"""Programs: Python functions whose generations share their prefixes in the KV cache and run as one batch.
+"""Programs: Python functions whose generations share their prefixes in the KV cache and run as one
+batch.
 
 from tidemill import gen, program
 

@@ -1,5 +1,5 @@
-"""The backends that run a program's requests. Each backend has an event loop in a thread of its own, in which all its states
-advance."""
+"""The backends that run a program's requests. Each backend has an event loop in a thread of its
+own, in which all its states advance."""
 
 from __future__ import annotations
 
@@ -61,18 +61,22 @@ class Token:
 
 
 class Backend(ABC):
-    """Methods are called in its event loop. A call that is cancelled frees its requests. `salt`: requests share cached prefixes
-    with those of the same salt."""
+    """Methods are called in its event loop. A call that is cancelled frees its requests. `salt`:
+    requests share cached prefixes with those of the same salt."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._adds_space: bool | None = None  # whether the tokenizer writes a space before every text; None: not tried yet
-        thread = threading.Thread(target=self.loop.run_forever, name="tidemill-programs", daemon=True)
+        # whether the tokenizer writes a space before every text; None: not tried yet
+        self._adds_space: bool | None = None
+        thread = threading.Thread(
+            target=self.loop.run_forever, name="tidemill-programs", daemon=True
+        )
         thread.start()
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
     async def encode_after(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts that continue another: without what the tokenizer writes before a first one."""
+        """Tokens of texts that continue another: without what the tokenizer writes before a first
+        one."""
         if self._adds_space is None:
             alone, after = await self.encode(["a", f"{_ANCHOR}a"])
             self._adds_space = after[-len(alone) :] != alone
@@ -95,7 +99,9 @@ class Backend(ABC):
         """Without special tokens."""
 
     @abstractmethod
-    async def generate(self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText) -> Generated:
+    async def generate(
+        self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText
+    ) -> Generated:
         """`on_text`: called with each piece of the text."""
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""The expressions that a program appends to its state: texts, generations, choices, and messages made of these."""
+"""The expressions that a program appends to its state: texts, generations, choices, and messages
+made of these."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tidemill.types.sampling import Grammar, SamplingParams
 
 MAX_TOKENS = 128  # of a generation without max_tokens
 MAX_CHOICES = 256  # of a select: a request each
-# Parameters of gen besides max_tokens and stop. They have the same names in SamplingParams and in the server's API.
+# Parameters of gen besides max_tokens and stop. They have the same names in SamplingParams and in
+# the server's API.
 SAMPLING = frozenset({
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "allowed_token_ids", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "seed",
@@ -87,21 +89,35 @@ def gen(
     json: Any = None,
     **sampling: Any,
 ) -> Gen:
-    """Text that the model generates, read as `s[name]`. `regex`: what it must match. `json`: a JSON schema, or a class that has
-    one (`model_json_schema`), or True for any object. `sampling`: parameters of SamplingParams."""
+    """Text that the model generates, read as `s[name]`. `regex`: what it must match. `json`: a JSON
+    schema, or a class that has one (`model_json_schema`), or True for any object. `sampling`:
+    parameters of SamplingParams."""
     _check_name(name, "gen")
     for unknown in sampling.keys() - SAMPLING:
-        nearest = difflib.get_close_matches(unknown, [*SAMPLING, "max_tokens", "stop", "regex", "json"], n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(
+            unknown, [*SAMPLING, "max_tokens", "stop", "regex", "json"], n=1, cutoff=0.5
+        )
         raise ProgramError(
             f"gen() has no parameter {unknown!r}.",
-            fix=f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(sorted(SAMPLING))}.",
+            fix=f"Did you mean {nearest[0]}?"
+            if nearest
+            else f"There are {', '.join(sorted(SAMPLING))}.",
             param=unknown,
         )
     if regex is not None and json is not None:
         raise ProgramError("gen() has both regex and json.", fix="Give one.", param="json")
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "stop": [stop] if isinstance(stop, str) else list(stop)}
+    fields: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+    }
     fields |= {key: value for key, value in sampling.items() if value is not None}
-    grammar = Grammar("regex", regex) if regex is not None else None if json is None else Grammar("json_schema", _schema(json))
+    grammar = (
+        Grammar("regex", regex)
+        if regex is not None
+        else None
+        if json is None
+        else Grammar("json_schema", _schema(json))
+    )
     params = SamplingParams(**fields, grammar=grammar)
     if grammar is not None:
         fields["structured_outputs"] = {"regex" if regex is not None else "json": grammar.text}
@@ -113,13 +129,25 @@ def gen(
 def select(name: str | None = None, choices: Sequence[str] = ()) -> Select:
     """The likeliest of these texts: by the mean log-probability of its tokens."""
     _check_name(name, "select")
-    if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(choice, str) for choice in choices):
-        raise ProgramError(f"choices is a list of texts; got {str(choices)[:60]!r}.", param="choices")
+    if (
+        isinstance(choices, str)
+        or not isinstance(choices, Sequence)
+        or not all(isinstance(choice, str) for choice in choices)
+    ):
+        raise ProgramError(
+            f"choices is a list of texts; got {str(choices)[:60]!r}.", param="choices"
+        )
     if not choices or not all(choices):
         fix = 'Give at least one text: select("name", choices=["yes", "no"]).'
-        raise ProgramError("select() has no choices." if not choices else "A choice is empty.", fix=fix, param="choices")
+        raise ProgramError(
+            "select() has no choices." if not choices else "A choice is empty.",
+            fix=fix,
+            param="choices",
+        )
     if len(choices) > MAX_CHOICES:
-        raise ProgramError(f"select() has {len(choices)} choices; at most {MAX_CHOICES}.", param="choices")
+        raise ProgramError(
+            f"select() has {len(choices)} choices; at most {MAX_CHOICES}.", param="choices"
+        )
     return Select(name, tuple(choices))
 
 
@@ -140,16 +168,24 @@ def _message(role: str, content: Appended) -> Message:
     parts = []
     for part in parts_of(content):
         if isinstance(part, Message):
-            raise ProgramError(f"A message of the {role} has another one inside.", fix="Append them one after the other.")
+            raise ProgramError(
+                f"A message of the {role} has another one inside.",
+                fix="Append them one after the other.",
+            )
         if role != "assistant" and not isinstance(part, Text):
-            raise ProgramError(f"Only the assistant generates; this is a message of the {role}.", fix="Use assistant(gen(...)).")
+            raise ProgramError(
+                f"Only the assistant generates; this is a message of the {role}.",
+                fix="Use assistant(gen(...)).",
+            )
         parts.append(part)
     return Message(role, tuple(parts))
 
 
 def _check_name(name: Any, what: str) -> None:
     if name is not None and (not isinstance(name, str) or not name):
-        raise ProgramError(f"The name of a variable is a text; {what}() got {str(name)[:60]!r}.", param="name")
+        raise ProgramError(
+            f"The name of a variable is a text; {what}() got {str(name)[:60]!r}.", param="name"
+        )
 
 
 def _schema(source: Any) -> str:
@@ -163,4 +199,7 @@ def _schema(source: Any) -> str:
             return json_.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ProgramError(f"json is not a JSON schema: {error}.", param="json") from None
-    raise ProgramError(f"json is a JSON schema (a dict), a class that has one, or True; got {str(source)[:60]!r}.", param="json")
+    raise ProgramError(
+        f"json is a JSON schema (a dict), a class that has one, or True; got {str(source)[:60]!r}.",
+        param="json",
+    )

@@ -54,21 +54,40 @@ class Local(Backend):
     async def decode(self, token_ids: list[int]) -> str:
         return self._llm.tokenizer.decode(token_ids)
 
-    async def generate(self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText) -> Generated:
+    async def generate(
+        self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText
+    ) -> Generated:
         output = await self._run(token_ids, gen.params, salt, on_text)
         sample = output.outputs[0]
-        return Generated(sample.token_ids, sample.text, sample.finish_reason or "", sample.stop_reason, output.num_cached)
+        return Generated(
+            sample.token_ids,
+            sample.text,
+            sample.finish_reason or "",
+            sample.stop_reason,
+            output.num_cached,
+        )
 
     async def score(self, prompts: list[list[int]], start: int, salts: list[str]) -> list[Scored]:
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=start)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=start
+        )
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run(ids, params, salt, None)) for ids, salt in zip(prompts, salts, strict=True)]
+            tasks = [
+                group.create_task(self._run(ids, params, salt, None))
+                for ids, salt in zip(prompts, salts, strict=True)
+            ]
         outputs = [task.result() for task in tasks]
         return [
-            Scored([entry.logprob for entry in output.prompt_logprobs or () if entry], output.num_cached) for output in outputs
+            Scored(
+                [entry.logprob for entry in output.prompt_logprobs or () if entry],
+                output.num_cached,
+            )
+            for output in outputs
         ]
 
-    async def _run(self, token_ids: list[int], params: SamplingParams, salt: str, on_text: OnText | None) -> RequestOutput:
+    async def _run(
+        self, token_ids: list[int], params: SamplingParams, salt: str, on_text: OnText | None
+    ) -> RequestOutput:
         request_id, output = self._llm.submit(token_ids, params, salt=salt)
         waiting = self._waiting[request_id] = _Waiting(output, self.loop.create_future(), on_text)
         if self._driver is None or self._driver.done():
@@ -83,7 +102,8 @@ class Local(Backend):
         return output
 
     async def _drive(self) -> None:
-        """Steps, as long as there are requests. Between two of them states go on and submit their next."""
+        """Steps, as long as there are requests. Between two of them states go on and submit their
+        next."""
         while self._waiting:
             try:
                 self._llm.step()

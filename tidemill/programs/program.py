@@ -26,7 +26,8 @@ _lock = threading.Lock()
 
 
 def set_default_backend(backend: AnyBackend | None) -> None:
-    """Sets the backend of programs that are run without one: an LLM, the URL of a server, or a Backend."""
+    """Sets the backend of programs that are run without one: an LLM, the URL of a server, or a
+    Backend."""
     global _default
     _default = backend
 
@@ -44,8 +45,16 @@ def resolve(backend: AnyBackend | None) -> Backend:
             kept["_programs"] = kept.get("_programs") or Local(cast("LLM", backend))
             local: Local = kept["_programs"]
             return local
-    what = "A program needs a backend" if backend is None else f"A program cannot run on {str(backend)[:60]!r}"
-    raise ProgramError(f"{what}.", fix='Give backend=LLM("smollm2") or backend="http://127.0.0.1:8000".', param="backend")
+    what = (
+        "A program needs a backend"
+        if backend is None
+        else f"A program cannot run on {str(backend)[:60]!r}"
+    )
+    raise ProgramError(
+        f"{what}.",
+        fix='Give backend=LLM("smollm2") or backend="http://127.0.0.1:8000".',
+        param="backend",
+    )
 
 
 class Program:
@@ -59,7 +68,10 @@ class Program:
         """Runs the program as part of another program, with its state."""
         if not arguments or not isinstance(arguments[0], State):
             name = self._function.__name__
-            raise ProgramError(f"{name} is a program.", fix=f"Use {name}.run(...), or {name}(s, ...) in another program.")
+            raise ProgramError(
+                f"{name} is a program.",
+                fix=f"Use {name}.run(...), or {name}(s, ...) in another program.",
+            )
         return self._function(*arguments, **named)
 
     def run(
@@ -70,13 +82,16 @@ class Program:
         share_prefix: bool = True,
         **named: Any,
     ) -> State:
-        """`stream`: returns at once; the state's text can be read while it is generated. `share_prefix` off: every request
-        computes its whole prompt, to measure what sharing saves."""
+        """`stream`: returns at once; the state's text can be read while it is generated.
+        `share_prefix` off: every request computes its whole prompt, to measure what sharing
+        saves."""
         run = Run(resolve(backend or self._backend), share_prefix)
         state = State(run)
         work = functools.partial(self._execute, run, state, arguments, named)
         if stream:
-            threading.Thread(target=_quietly, args=(work,), name="tidemill-program", daemon=True).start()
+            threading.Thread(
+                target=_quietly, args=(work,), name="tidemill-program", daemon=True
+            ).start()
         else:
             work()
         return state
@@ -89,11 +104,14 @@ class Program:
         share_prefix: bool = True,
         num_threads: int = _NUM_THREADS,
     ) -> list[State]:
-        """Run it with each of these arguments, given by name or by position. One that fails does so alone: reading its state
-        raises the error."""
+        """Run it with each of these arguments, given by name or by position. One that fails does so
+        alone: reading its state raises the error."""
         for each in batch:
             if isinstance(each, str) or not isinstance(each, Mapping | Sequence):
-                raise ProgramError(f"run_batch() takes a list of dicts or tuples; got {str(each)[:60]!r} in it.", param="batch")
+                raise ProgramError(
+                    f"run_batch() takes a list of dicts or tuples; got {str(each)[:60]!r} in it.",
+                    param="batch",
+                )
         if not batch:
             return []
         runs = [Run(resolve(backend or self._backend), share_prefix) for _ in batch]
@@ -118,7 +136,9 @@ class Program:
                 raise
         return states
 
-    def _execute(self, run: Run, state: State, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _execute(
+        self, run: Run, state: State, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         try:
             state.returned = self._function(state, *arguments, **named)
             run.end()
@@ -137,7 +157,9 @@ def _quietly(work: Callable[[], None]) -> None:
         return
 
 
-def program(function: Callable[..., Any] | None = None, *, backend: AnyBackend | None = None) -> Any:
+def program(
+    function: Callable[..., Any] | None = None, *, backend: AnyBackend | None = None
+) -> Any:
     """Make a function a program: `@program` or `@program(backend=...)`."""
     if function is None:
         return functools.partial(Program, backend=backend)

@@ -1,4 +1,5 @@
-"""A Tidemill server as a backend. Requests are sent with token ids, so that the server finds the very tokens it has computed."""
+"""A Tidemill server as a backend. Requests are sent with token ids, so that the server finds the
+very tokens it has computed."""
 
 from __future__ import annotations
 
@@ -20,23 +21,38 @@ class Remote(Backend):
         self._client = AsyncClient(url, api_key)
 
     async def encode(self, texts: Sequence[str], at_start: bool = False) -> list[list[int]]:
-        response = await self._post("/tokenize", {"prompt": list(texts), "add_special_tokens": at_start})
+        response = await self._post(
+            "/tokenize", {"prompt": list(texts), "add_special_tokens": at_start}
+        )
         tokens: list[list[int]] = response["tokens"]
         return tokens
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[Token]:
         response = await self._post("/tokenize", {"messages": messages, "with_pieces": True})
         return [
-            Token(token["id"], token["piece"].encode() if isinstance(token["piece"], str) else bytes(token["piece"]))
+            Token(
+                token["id"],
+                token["piece"].encode()
+                if isinstance(token["piece"], str)
+                else bytes(token["piece"]),
+            )
             for token in response["tokens"]
         ]
 
     async def decode(self, token_ids: list[int]) -> str:
-        response = await self._post("/detokenize", {"tokens": token_ids, "skip_special_tokens": True})
+        response = await self._post(
+            "/detokenize", {"tokens": token_ids, "skip_special_tokens": True}
+        )
         return str(response["text"])
 
-    async def generate(self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText) -> Generated:
-        body = gen.given | {"prompt": token_ids, "stream": True, "stream_options": {"include_usage": True}}
+    async def generate(
+        self, token_ids: list[int], gen: Gen, salt: str, on_text: OnText
+    ) -> Generated:
+        body = gen.given | {
+            "prompt": token_ids,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         body |= {"return_token_ids": True} | ({"cache_salt": salt} if salt else {})
         generated = Generated([], "", "", None, 0)
         texts = []
@@ -44,7 +60,9 @@ class Remote(Backend):
             async for chunk in chunks:
                 usage = chunk.get("usage")
                 if usage:
-                    generated.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                    generated.num_cached = (usage.get("prompt_tokens_details") or {}).get(
+                        "cached_tokens"
+                    ) or 0
                 for choice in chunk.get("choices") or ():
                     generated.token_ids += choice.get("token_ids") or ()
                     generated.finish_reason = choice.get("finish_reason") or generated.finish_reason
@@ -56,10 +74,18 @@ class Remote(Backend):
         return generated
 
     async def score(self, prompts: list[list[int]], start: int, salts: list[str]) -> list[Scored]:
-        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        body |= {"return_logprob": True, "logprob_start_len": start} | ({"extra_key": salts} if any(salts) else {})
+        body: dict[str, Any] = {
+            "input_ids": prompts,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        }
+        body |= {"return_logprob": True, "logprob_start_len": start} | (
+            {"extra_key": salts} if any(salts) else {}
+        )
         metas = [result["meta_info"] for result in await self._post("/generate", body, list)]
-        return [Scored([cell[0] for cell in meta["input_token_logprobs"]], meta["cached_tokens"]) for meta in metas]
+        return [
+            Scored([cell[0] for cell in meta["input_token_logprobs"]], meta["cached_tokens"])
+            for meta in metas
+        ]
 
     async def _post(self, path: str, body: dict[str, Any], kind: type = dict) -> Any:
         return await self._client.json("POST", path, body | self._model, kind)

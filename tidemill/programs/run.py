@@ -1,5 +1,5 @@
-"""Run: the states of one execution of a program. If one of them fails, or the program is cancelled, all end, and their requests
-are freed."""
+"""Run: the states of one execution of a program. If one of them fails, or the program is cancelled,
+all end, and their requests are freed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Run:
                 task.cancel()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Wait until all states are done, or with an error until their requests are freed. From any thread but the backend's."""
+        """Wait until all states are done, or with an error until their requests are freed. From any
+        thread but the backend's."""
         if error is not None and not isinstance(error, Exception):  # Ctrl-C
             error = Cancelled("The program was cancelled.")
         asyncio.run_coroutine_threadsafe(self._end(error), self.backend.loop).result()

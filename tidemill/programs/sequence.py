@@ -1,5 +1,6 @@
-"""Sequence: the tokens of a state. What was computed is kept as token ids and never tokenized again; text that was appended since
-is tokenized as a whole when a request needs it, so that a program's prompts have the tokens of the same texts sent by hand."""
+"""Sequence: the tokens of a state. What was computed is kept as token ids and never tokenized
+again; text that was appended since is tokenized as a whole when a request needs it, so that a
+program's prompts have the tokens of the same texts sent by hand."""
 
 from __future__ import annotations
 
@@ -46,9 +47,11 @@ class Sequence:
         return generated
 
     async def select(self, select: Select) -> Choice:
-        """Each choice is tokenized together with the text before it. All are scored from the first token that any of them
-        changes."""
-        before, *several = await self._encoded([self.tail, *(self.tail + choice for choice in select.choices)])
+        """Each choice is tokenized together with the text before it. All are scored from the first
+        token that any of them changes."""
+        before, *several = await self._encoded(
+            [self.tail, *(self.tail + choice for choice in select.choices)]
+        )
         start = len(self.ids) + min(_num_common(before, ids) for ids in several)
         if start == 0:  # the first token has no probability: the choices are tokenized apart
             if not before:
@@ -57,7 +60,9 @@ class Sequence:
             start = len(before)
         prompts = [self.ids + ids for ids in several]
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        scored = await self.backend.score([list(ids) for ids in distinct], start, [self._salt() for _ in distinct])
+        scored = await self.backend.score(
+            [list(ids) for ids in distinct], start, [self._salt() for _ in distinct]
+        )
         for prompt, scored_prompt in zip(distinct, scored, strict=True):
             self.usage.add(len(prompt), scored_prompt.num_cached)
         by_prompt = dict(zip(distinct, scored, strict=True))
@@ -65,19 +70,30 @@ class Sequence:
         scores = [sum(values) / len(values) for values in logprobs]
         best = max(range(len(scores)), key=lambda i: scores[i])  # the first of equals
         self.ids, self.tail = prompts[best], ""
-        return Choice(select.choices[best], dict(zip(select.choices, scores, strict=True)), logprobs)
+        return Choice(
+            select.choices[best], dict(zip(select.choices, scores, strict=True)), logprobs
+        )
 
     async def open_reply(self) -> str:
-        """Append the messages since the last reply, by the chat template. Returns their text as the template has it. Earlier
-        replies stay as they were computed, whatever the template would make of them now."""
+        """Append the messages since the last reply, by the chat template. Returns their text as the
+        template has it. Earlier replies stay as they were computed, whatever the template would
+        make of them now."""
         if not self.messages and (self.ids or self.tail):
-            raise ProgramError("A conversation begins after text without a role.", fix="Use system() or user() for it.")
+            raise ProgramError(
+                "A conversation begins after text without a role.",
+                fix="Use system() or user() for it.",
+            )
         if not self.messages:
-            raise ProgramError("The assistant replies to nothing.", fix="Append a user() message first.")
+            raise ProgramError(
+                "The assistant replies to nothing.", fix="Append a user() message first."
+            )
         mark = "20482"  # instead of replies; it ends with a digit, so that no token goes beyond it
         while any(mark in message["content"] for message in self.messages):
             mark += "7"
-        shown = [message | {"content": mark} if i in self.replies else message for i, message in enumerate(self.messages)]
+        shown = [
+            message | {"content": mark} if i in self.replies else message
+            for i, message in enumerate(self.messages)
+        ]
         tokens = await self.backend.encode_chat(shown)
         if self.replies:
             end = b"".join(token.data for token in tokens).rfind(mark.encode()) + len(mark)
@@ -98,7 +114,8 @@ class Sequence:
         return await self.backend.encode(texts, at_start=True)
 
     async def _kept(self, generated: Generated) -> tuple[list[int], str]:
-        """The tokens of a generation that are before the stop string or token, and the text of one that reaches into it."""
+        """The tokens of a generation that are before the stop string or token, and the text of one
+        that reaches into it."""
         ids = generated.token_ids
         if isinstance(generated.stop, int):
             return ids[:-1], ""
@@ -115,4 +132,6 @@ class Sequence:
 
 
 def _num_common(first: list[int], second: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )

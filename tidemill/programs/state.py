@@ -41,7 +41,9 @@ class State:
         self._run = run
         self._sequence = Sequence(run.backend, run.usage, run.shares)
         self._ready = asyncio.Event()  # the parent has come to where this one begins
-        self._variables: dict[str, Variable | Any] = {} if parent is None else dict(parent._variables)
+        self._variables: dict[str, Variable | Any] = (
+            {} if parent is None else dict(parent._variables)
+        )
         self._ops: deque[Callable[[], Awaitable[None]]] = deque()
         self._is_working = False
         self._pieces: list[Piece] = []
@@ -56,14 +58,20 @@ class State:
         self._check_open()
         for part in parts:
             inner = part.parts if isinstance(part, Message) else (part,)
-            declared = {part.name: self._declare(part) for part in inner if isinstance(part, Gen | Select) and part.name}
+            declared = {
+                part.name: self._declare(part)
+                for part in inner
+                if isinstance(part, Gen | Select) and part.name
+            }
             self._push(partial(self._append, part, declared))
         return self
 
     def fork(self, num: int = 1) -> Branches:
         """States that begin with the text so far, whose prefix is computed once."""
         if not isinstance(num, int) or not 1 <= num <= MAX_BRANCHES:
-            raise ProgramError(f"fork() makes 1 to {MAX_BRANCHES} branches; got {num!r}.", param="num")
+            raise ProgramError(
+                f"fork() makes 1 to {MAX_BRANCHES} branches; got {num!r}.", param="num"
+            )
         self._check_open()
         branches = Branches(State(self._run, self) for _ in range(num))
         branches.parent = self
@@ -79,7 +87,10 @@ class State:
 
     def _check_open(self) -> None:
         if self._run.is_over:
-            raise ProgramError("The program has ended: nothing can be appended.", fix="Append in the program's function.")
+            raise ProgramError(
+                "The program has ended: nothing can be appended.",
+                fix="Append in the program's function.",
+            )
 
     def _declare(self, part: Gen | Select) -> Variable:
         assert part.name is not None
@@ -117,7 +128,10 @@ class State:
         sequence, content = self._sequence, ""
         if all(isinstance(inner, Text) for inner in part.parts):
             if not sequence.messages and (sequence.ids or sequence.tail):
-                raise ProgramError("A conversation begins after text without a role.", fix="Use system() or user() for it.")
+                raise ProgramError(
+                    "A conversation begins after text without a role.",
+                    fix="Use system() or user() for it.",
+                )
             content = "".join(inner.text for inner in part.parts if isinstance(inner, Text))
         else:
             self._note(None, await sequence.open_reply())
@@ -154,7 +168,8 @@ class State:
     # ---- reading
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a variable, as soon as it is complete. Of branches that were joined: a list of theirs."""
+        """The value of a variable, as soon as it is complete. Of branches that were joined: a list
+        of theirs."""
         variable = self._variable(name)
         return variable.value.result() if isinstance(variable, Variable) else variable
 
@@ -172,8 +187,8 @@ class State:
         return list(self._variables)
 
     def meta(self, name: str) -> dict[str, Any]:
-        """The figures of a variable. A generation has token_ids, finish_reason, stop and num_cached; a select has scores and
-        logprobs."""
+        """The figures of a variable. A generation has token_ids, finish_reason, stop and
+        num_cached; a select has scores and logprobs."""
         variable = self._variable(name)
         if not isinstance(variable, Variable):
             raise ProgramError(f"{name!r} was not generated.", param="name")
@@ -185,7 +200,9 @@ class State:
             if self._run.error is not None:
                 raise self._run.error
             known = ", ".join(map(repr, self._variables)) or "none"
-            raise ProgramError(f"There is no variable {name!r}.", fix=f"There are: {known}.", param="name")
+            raise ProgramError(
+                f"There is no variable {name!r}.", fix=f"There are: {known}.", param="name"
+            )
         return self._variables[name]
 
     def wait(self) -> Self:
@@ -243,10 +260,15 @@ class State:
 
     def stream(self) -> Iterator[tuple[str, str]]:
         """(variable, piece of its text), as they are generated, until the program has ended."""
-        return ((piece.name, piece.text) for piece in self._read() if piece.name is not None and piece.text)
+        return (
+            (piece.name, piece.text)
+            for piece in self._read()
+            if piece.name is not None and piece.text
+        )
 
     def text_iter(self, name: str | None = None) -> Iterator[str]:
-        """The text of a variable as it is generated, until it is complete; without a name all text of the state."""
+        """The text of a variable as it is generated, until it is complete; without a name all text
+        of the state."""
         for piece in self._read():
             if name is None or piece.name == name:
                 if piece.text:
@@ -272,7 +294,8 @@ class State:
 
 
 class Branches(list[State]):
-    """The branches of one state, in parallel. `branches["name"]` has the values of all; `branches += text` appends to all."""
+    """The branches of one state, in parallel. `branches["name"]` has the values of all; `branches
+    += text` appends to all."""
 
     parent: State | None = None
 
@@ -285,7 +308,8 @@ class Branches(list[State]):
         return [branch[at] for branch in self] if isinstance(at, str) else super().__getitem__(at)
 
     def each(self, work: Callable[[State, int], Any]) -> list[Any]:
-        """`work(branch, index)` for all at once, each in a thread of its own, for branches that read what they generate."""
+        """`work(branch, index)` for all at once, each in a thread of its own, for branches that
+        read what they generate."""
 
         def work_on(i: int) -> Any:
             try:
@@ -309,7 +333,10 @@ class Branches(list[State]):
         parent = self.parent
         if parent is not None:
             for name in dict.fromkeys(name for branch in self for name in branch.variables):
-                if any(branch._variables.get(name) is not parent._variables.get(name) for branch in self):
+                if any(
+                    branch._variables.get(name) is not parent._variables.get(name)
+                    for branch in self
+                ):
                     parent[name] = [branch.get(name) for branch in self]
         return self
 

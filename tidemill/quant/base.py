@@ -20,12 +20,15 @@ Part = TypeVar("Part")
 
 @dataclass(slots=True)
 class ExpertStacks:
-    """The destination of the matrices of a layer's experts as they are read, so that they are never there twice."""
+    """The destination of the matrices of a layer's experts as they are read, so that they are never
+    there twice."""
 
     gate_up_E2IH: torch.Tensor  # rows of gate first
     down_EHI: torch.Tensor
 
-    def read(self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+    def read(
+        self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> None:
         """`side`: gate, up, gate_up or down."""
         size = self.down_EHI.shape[2]
         rows = {"gate": slice(0, size), "up": slice(size, None)}.get(side, slice(None))
@@ -39,8 +42,8 @@ class ExpertStacks:
 
 
 class LinearRows(ABC):
-    """The destination of the matrices of a linear layer as they are read, one below the other, so that they are never there
-    twice."""
+    """The destination of the matrices of a linear layer as they are read, one below the other, so
+    that they are never there twice."""
 
     @abstractmethod
     def read(self, name: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
@@ -53,8 +56,9 @@ class LinearRows(ABC):
 
 @dataclass(slots=True)
 class ExpertParts(Generic[Part]):
-    """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared expert's, if it is there.
-    `first`: the number of the first, where some of the spec's experts are on other ranks."""
+    """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared
+    expert's, if it is there. `first`: the number of the first, where some of the spec's experts are
+    on other ranks."""
 
     gate_ups: list[list[Part]]  # of each expert, gate and up, or both as one; one below the other
     downs: list[Part]
@@ -66,8 +70,8 @@ class ExpertParts(Generic[Part]):
 
 
 class LinearMethod(ABC, Generic[Part]):
-    """The method that turns stored matrices into a weight: each is read as it streams by, then those that are fused by rows are
-    joined."""
+    """The method that turns stored matrices into a weight: each is read as it streams by, then
+    those that are fused by rows are joined."""
 
     def __init__(self, fast: bool = False) -> None:
         """`fast`: sums may run in an order that depends on the number of rows."""
@@ -82,7 +86,8 @@ class LinearMethod(ABC, Generic[Part]):
         """All of them, one below the other, laid out for a kernel."""
 
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
-        """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
+        """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in
+        `glu.ACTIVATIONS`."""
         return Gated(self.join([gate, up], bias), act)
 
     def new_rows(self, nums_out: Mapping[str, int], num_in: int) -> LinearRows | None:
@@ -99,7 +104,8 @@ class LinearMethod(ABC, Generic[Part]):
 
 
 class OfAFeedForward(LinearMethod[torch.Tensor]):
-    """Reads as another method does. Of a layer whose neurons are computed in another way, and that has no experts."""
+    """Reads as another method does. Of a layer whose neurons are computed in another way, and that
+    has no experts."""
 
     def __init__(self, inner: LinearMethod[torch.Tensor]) -> None:
         super().__init__()

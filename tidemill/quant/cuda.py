@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from tidemill.kernels.cuda.expert_blocks import Tally
     from tidemill.kernels.cuda.moe import InSlots
 
-    # From a step's hidden states, how many of its tokens do not only fill it up ([1], None: all), and their chosen experts.
+    # From a step's hidden states, how many of its tokens do not only fill it up ([1], None: all),
+    # and their chosen experts.
     FindExperts = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], InSlots]
 
 
 class CudaMatrix(Weight):
-    """A matrix on the GPU. With `_act`, its rows are of gate and up in turn, and the matmul gives act(gate) * up."""
+    """A matrix on the GPU. With `_act`, its rows are of gate and up in turn, and the matmul gives
+    act(gate) * up."""
 
     _act: str
     _num_out: int
 
     @abstractmethod
-    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _multiply(
+        self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`out`: of float32, for logits."""
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -54,11 +58,15 @@ class CudaMatrix(Weight):
 class CudaWeight(CudaMatrix):
     """In bfloat16. `fast`: sums may run in an order that depends on the number of rows."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, act: str = "") -> None:
+    def __init__(
+        self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, act: str = ""
+    ) -> None:
         self._weight_NK, self._bias, self._num_out = weight_NK, bias_N, weight_NK.shape[0]
         self._fast, self._act = fast, act
 
-    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _multiply(
+        self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import gemm, matmul
 
         if out is not None:
@@ -77,7 +85,11 @@ class CudaWeight(CudaMatrix):
         num_out, num_in = self._weight_NK.shape
         find_tiles(self._weight_NK, self._act, library=self._bias is None)
         for num_rows in nums_rows:
-            if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
+            if (
+                self._bias is None
+                and not self._fast
+                and choose_tile(num_rows, num_out, num_in) is LIBRARY
+            ):
                 library_agrees(num_rows, num_out, num_in, self._weight_NK.device)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -85,7 +97,8 @@ class CudaWeight(CudaMatrix):
 
 
 class CudaExperts(ExpertWeights):
-    """The shared expert is two linears. `first`: the number of the first expert that is here, if not all are."""
+    """The shared expert is two linears. `first`: the number of the first expert that is here, if
+    not all are."""
 
     def __init__(
         self,
@@ -126,15 +139,23 @@ class CudaExperts(ExpertWeights):
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.moe import moe, moe_in_slots
 
-        spec, shared_TH, logits_TE = self._spec, None, logits_TL[:, : self._spec.num_experts].contiguous()
+        spec, shared_TH, logits_TE = (
+            self._spec,
+            None,
+            logits_TL[:, : self._spec.num_experts].contiguous(),
+        )
         if self._shared is not None:
             gate_up, down = self._shared
-            shared_TH = (torch.sigmoid(logits_TL[:, spec.num_experts :]) * down(gate_up(x_TH))).to(x_TH.dtype)
+            shared_TH = (torch.sigmoid(logits_TL[:, spec.num_experts :]) * down(gate_up(x_TH))).to(
+                x_TH.dtype
+            )
         how = spec.top_k, spec.renormalise, spec.act
         if self._find is not None:
             live = None if self._tally is None else self._tally.live
             find = partial(self._find, x_TH, live)
-            return moe_in_slots(x_TH, logits_TE, find, self._sizes, *how, spec.scoring, shared_TH, self._tally)
+            return moe_in_slots(
+                x_TH, logits_TE, find, self._sizes, *how, spec.scoring, shared_TH, self._tally
+            )
         return moe(
             x_TH,
             logits_TE,
@@ -167,21 +188,32 @@ class CudaDense(LinearMethod[torch.Tensor]):
     def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks:
         num, size = spec.num_experts, spec.expert_size
         shapes = (num, 2 * size, hidden_size), (num, hidden_size, size)
-        return ExpertStacks(*(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes))
+        return ExpertStacks(
+            *(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        )
 
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast)
+        return CudaWeight(
+            weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast
+        )
 
-    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str) -> Weight:
+    def join_gated(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str
+    ) -> Weight:
         weight = torch.stack([gate, up], 1).flatten(0, 1)
-        paired = None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
+        paired = (
+            None
+            if bias is None
+            else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
+        )
         return CudaWeight(weight, paired, self._fast, act)
 
     def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
         assert parts.stacks is not None
         gate_up_bias, down_bias = (
-            None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)
+            None if bias is None else bias.to("cuda", torch.bfloat16)
+            for bias in (parts.gate_up_bias, parts.down_bias)
         )
         shared = None
         if parts.shared is not None:

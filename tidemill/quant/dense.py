@@ -36,7 +36,8 @@ class PanelRows(LinearRows):
             self._panels = self._panels.float()
         begin = self._begins[name]
         parts = pieces(tensor) if row_order is None else [tensor]
-        buffer = torch.empty(parts[0].shape, dtype=self._panels.dtype, device="cpu")  # the first is the largest
+        # the first is the largest
+        buffer = torch.empty(parts[0].shape, dtype=self._panels.dtype, device="cpu")
         for piece in parts:
             rows = buffer[: piece.shape[0]]
             piece.read_into(rows)
@@ -50,13 +51,20 @@ class PanelRows(LinearRows):
 
 class Dense(LinearMethod[torch.Tensor]):
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
-        """16-bit values stay as they are where the compiled kernels widen them on the way; the results are the same."""
-        return self.read_as(SHORT.get(tensor.type_name, torch.float32) if native.lib else torch.float32, tensor, row_order)
+        """16-bit values stay as they are where the compiled kernels widen them on the way; the
+        results are the same."""
+        return self.read_as(
+            SHORT.get(tensor.type_name, torch.float32) if native.lib else torch.float32,
+            tensor,
+            row_order,
+        )
 
     def new_rows(self, nums_out: Mapping[str, int], num_in: int) -> LinearRows | None:
         return PanelRows(nums_out, num_in) if native.lib else None
 
-    def read_as(self, dtype: torch.dtype, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
+    def read_as(
+        self, dtype: torch.dtype, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> torch.Tensor:
         rows = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         tensor.read_into(rows)
         return rows if row_order is None else rows[row_order]
@@ -67,7 +75,9 @@ class Dense(LinearMethod[torch.Tensor]):
     def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
         shared = None if parts.shared is None else (_below(parts.shared[0]), parts.shared[1])
         gate_ups = _same_type([_below(matrices) for matrices in parts.gate_ups])
-        return dense_experts(spec, gate_ups, _same_type(parts.downs), parts.gate_up_bias, parts.down_bias, shared)
+        return dense_experts(
+            spec, gate_ups, _same_type(parts.downs), parts.gate_up_bias, parts.down_bias, shared
+        )
 
 
 def _same_type(parts: list[torch.Tensor]) -> list[torch.Tensor]:

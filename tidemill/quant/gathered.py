@@ -1,4 +1,5 @@
-"""Matrices of which every rank holds some rows, in memory that others read: before a layer computes, they are put together."""
+"""Matrices of which every rank holds some rows, in memory that others read: before a layer
+computes, they are put together."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def own_rows(num: int, shard: Shard) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The part of a matrix, or of several, that a rank holds: where in the file, and the bytes of eight rows of each array."""
+    """The part of a matrix, or of several, that a rank holds: where in the file, and the bytes of
+    eight rows of each array."""
 
     kind: int
     offsets: list[int]
@@ -48,11 +50,16 @@ class Stored:
 
 
 class SharedWeights:
-    """The ranks' rows. `path`: a file in shared memory, or empty: each has its own in a file without a name."""
+    """The ranks' rows. `path`: a file in shared memory, or empty: each has its own in a file
+    without a name."""
 
     def __init__(self, shard: Shard, path: str) -> None:
         self._shard, self.is_shared = shard, bool(path)
-        self.fd = os.open(Path(path), os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("weights", os.MFD_CLOEXEC)
+        self.fd = (
+            os.open(Path(path), os.O_RDWR | os.O_CLOEXEC)
+            if path
+            else os.memfd_create("weights", os.MFD_CLOEXEC)
+        )
         self._end = shard.rank * _APART
         self.held_bytes = 0
         self.own: dict[str, Stored] = {}
@@ -81,11 +88,16 @@ class SharedWeights:
         self.own[name] = replace(self.own[name], shape=(matrix.num_in, matrix.num_out), bias=at)
 
     def map(self, rank: int) -> np.ndarray:
-        """Maps the part that a rank holds into memory. This works only if all are on one host, after `finish`."""
+        """Maps the part that a rank holds into memory. This works only if all are on one host,
+        after `finish`."""
         ends = [one.offsets[-1] + one.num_bytes[-1] for one in self.of_ranks[rank].values()]
-        ends += [one.bias + 4 * one.shape[1] for one in self.of_ranks[rank].values() if one.bias >= 0]
+        ends += [
+            one.bias + 4 * one.shape[1] for one in self.of_ranks[rank].values() if one.bias >= 0
+        ]
         first = rank * _APART
-        return np.frombuffer(mmap.mmap(self.fd, max(ends) - first, prot=mmap.PROT_READ, offset=first), np.uint8)
+        return np.frombuffer(
+            mmap.mmap(self.fd, max(ends) - first, prot=mmap.PROT_READ, offset=first), np.uint8
+        )
 
     def _write(self, data: memoryview) -> None:
         done = 0
@@ -105,7 +117,9 @@ class SharedWeights:
         """All have written theirs, and know what the others have."""
         mine = json.dumps({name: asdict(stored) for name, stored in self.own.items()}).encode()
         tables = [json.loads(group.broadcast_bytes(mine, rank)) for rank in range(group.size)]
-        self.of_ranks = [{name: Stored(**stored) for name, stored in table.items()} for table in tables]
+        self.of_ranks = [
+            {name: Stored(**stored) for name, stored in table.items()} for table in tables
+        ]
         group.barrier()
         if self.is_shared and self._shard.rank == 0:
             os.ftruncate(self.fd, group.size * _APART)
@@ -134,9 +148,22 @@ class SharedWeights:
 class Gathered(LinearMethod[Any]):
     """Another method's matrices, of which this rank reads and keeps some rows."""
 
-    def __init__(self, inner: LinearMethod[Any], store: SharedWeights, name: str, num_in: int, nums_out: Sequence[int]) -> None:
+    def __init__(
+        self,
+        inner: LinearMethod[Any],
+        store: SharedWeights,
+        name: str,
+        num_in: int,
+        nums_out: Sequence[int],
+    ) -> None:
         super().__init__()
-        self._inner, self._store, self.name, self._num_in, self._nums_out = inner, store, name, num_in, nums_out
+        self._inner, self._store, self.name, self._num_in, self._nums_out = (
+            inner,
+            store,
+            name,
+            num_in,
+            nums_out,
+        )
         self.matrix: PlacedMatrix | None = None
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
@@ -146,7 +173,9 @@ class Gathered(LinearMethod[Any]):
         own = [part for part in parts if part is not None]
         if own:
             made = self._inner.join(own, None)
-            if not isinstance(made, Panels | QuantizedPanels) or (isinstance(made, QuantizedPanels) and made.has_head):
+            if not isinstance(made, Panels | QuantizedPanels) or (
+                isinstance(made, QuantizedPanels) and made.has_head
+            ):
                 raise ConfigError(
                     f"Weights quantized as those of {self.name} cannot be gathered.",
                     fix="Use --tensor-layout 1d, or --dtype float32.",
@@ -160,8 +189,8 @@ class Gathered(LinearMethod[Any]):
         raise AssertionError("not for experts")
 
     def pieces(self, size: int) -> tuple[np.ndarray, list[int], int]:
-        """The place in the file of the ranks' parts, the number of bytes, and the place in the whole; where the whole's arrays
-        begin, and the bytes of all."""
+        """The place in the file of the ranks' parts, the number of bytes, and the place in the
+        whole; where the whole's arrays begin, and the bytes of all."""
         assert self.matrix is not None
         tables = [ranks.get(self.name) for ranks in self._store.of_ranks]
         there = [one for one in tables if one is not None]
@@ -188,7 +217,8 @@ class Gathered(LinearMethod[Any]):
 
 
 class Shown(LinearMethod[Any]):
-    """Another method's matrices, as a rank has them, in memory that other ranks multiply by as well."""
+    """Another method's matrices, as a rank has them, in memory that other ranks multiply by as
+    well."""
 
     def __init__(self, inner: LinearMethod[Any], store: SharedWeights, name: str) -> None:
         super().__init__()
@@ -214,10 +244,14 @@ class Shown(LinearMethod[Any]):
         raise AssertionError("not for experts")
 
     def matrices(self, regions: Sequence[np.ndarray]) -> list[PlacedMatrix]:
-        """The matrices of each rank, in the memory where that has its own. This rank's own is placed, too."""
+        """The matrices of each rank, in the memory where that has its own. This rank's own is
+        placed, too."""
         made = []
         for rank, region in enumerate(regions):
-            stored, base = self._store.of_ranks[rank][self.name], int(region.ctypes.data) - rank * _APART
+            stored, base = (
+                self._store.of_ranks[rank][self.name],
+                int(region.ctypes.data) - rank * _APART,
+            )
             codes, *scales = (base + offset for offset in stored.offsets)
             made.append(PlacedMatrix(stored.kind, *stored.shape, None))
             bias = None if stored.bias < 0 else base + stored.bias
@@ -228,9 +262,12 @@ class Shown(LinearMethod[Any]):
 
 
 class GatheredExperts(LinearMethod[Any]):
-    """Another method's experts, of which this rank reads and keeps some. The shared expert stays in memory."""
+    """Another method's experts, of which this rank reads and keeps some. The shared expert stays in
+    memory."""
 
-    def __init__(self, inner: LinearMethod[Any], store: SharedWeights, name: str, own: range) -> None:
+    def __init__(
+        self, inner: LinearMethod[Any], store: SharedWeights, name: str, own: range
+    ) -> None:
         super().__init__()
         self._inner, self._store, self.name, self._own = inner, store, name, own
 
@@ -248,7 +285,9 @@ class GatheredExperts(LinearMethod[Any]):
         for i, number in enumerate(self._own):
             both = [of_expert(stack, i) for stack in (gate_up, down)]
             self._store.put(f"{self.name}.{number}", both, both[0].kind)
-            about = [[one.kind, one.num_in, one.num_out, int(one.scales is not None)] for one in both]
+            about = [
+                [one.kind, one.num_in, one.num_out, int(one.scales is not None)] for one in both
+            ]
         first = self._store.own[f"{self.name}.{self._own.start}"]
         places = iter(places_of(first)[0])
         return NativeExperts(

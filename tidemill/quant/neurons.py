@@ -1,4 +1,5 @@
-"""Feed-forwards with a ReLU whose up and down go to a file of prepared weights neuron by neuron; the gate stays in memory."""
+"""Feed-forwards with a ReLU whose up and down go to a file of prepared weights neuron by neuron;
+the gate stays in memory."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class StreamedNeurons:
-    """The streamed neurons of one feed-forward, under a name in a store: the methods of its two layers."""
+    """The streamed neurons of one feed-forward, under a name in a store: the methods of its two
+    layers."""
 
-    def __init__(self, gate_up: LinearMethod[Any], down: LinearMethod[Any], store: Store, name: str) -> None:
+    def __init__(
+        self, gate_up: LinearMethod[Any], down: LinearMethod[Any], store: Store, name: str
+    ) -> None:
         self.store, self.name = store, name
         self.gate_up, self.down = _GateUp(gate_up, self), _Down(down, self)
         self._up: tuple[Any, torch.Tensor | None] | None = None
@@ -70,7 +74,9 @@ class _GateUp(_Part):
     def join_gated(self, gate: Any, up: Any, bias: torch.Tensor | None, act: str) -> Weight:
         """The gate alone, before its activation."""
         assert act == "relu"
-        gate_bias, up_bias = (None, None) if bias is None else (part.contiguous() for part in bias.chunk(2))
+        gate_bias, up_bias = (
+            (None, None) if bias is None else (part.contiguous() for part in bias.chunk(2))
+        )
         self._neurons.take_up(up, up_bias)
         return self._inner.join([gate], gate_bias)
 

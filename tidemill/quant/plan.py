@@ -27,13 +27,14 @@ METHODS: dict[tuple[str, str], type[LinearMethod[Any]]] = {
     ("sparse24", "cuda"): CudaSparse,
 }
 _ONLINE = ("fp8", "int8", "int4", "sparse24")  # made of plain weights
-SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  # by the name of a dtype
+# by the name of a dtype
+SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """`fast`: sums may run in an order that depends on the number of rows. `shard`, `hidden`, `rows`: of a `Part` of ranks.
-    `expert_parallel`: a rank has some experts, not some of each."""
+    """`fast`: sums may run in an order that depends on the number of rows. `shard`, `hidden`,
+    `rows`: of a `Part` of ranks. `expert_parallel`: a rank has some experts, not some of each."""
 
     scheme: str = "dense"
     device: str = "cpu"
@@ -49,8 +50,8 @@ class WeightPlan:
 
     @property
     def of_tables(self) -> WeightPlan:
-        """The plan for embeddings, heads and routers, which stay as they are where plain weights are quantized. Their rows are
-        cut, if anything is."""
+        """The plan for embeddings, heads and routers, which stay as they are where plain weights
+        are quantized. Their rows are cut, if anything is."""
         scheme = "dense" if self.scheme in _ONLINE else self.scheme
         return replace(self, scheme=scheme, shard=self.part.tables, hidden=WHOLE, rows=WHOLE)
 

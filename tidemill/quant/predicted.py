@@ -1,4 +1,5 @@
-"""Feed-forwards of which a predictor says which neurons a token needs: gate, up and down lie neuron by neuron in memory."""
+"""Feed-forwards of which a predictor says which neurons a token needs: gate, up and down lie neuron
+by neuron in memory."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ def scores_of(predictor: Predictor) -> Weight:
 
 
 class PredictedNeurons:
-    """The predicted neurons of one feed-forward: the methods of its two layers. The first one's matmul gives the predictor's
-    scores."""
+    """The predicted neurons of one feed-forward: the methods of its two layers. The first one's
+    matmul gives the predictor's scores."""
 
-    def __init__(self, gate_up: LinearMethod[Any], down: LinearMethod[Any], predictor: Predictor) -> None:
+    def __init__(
+        self, gate_up: LinearMethod[Any], down: LinearMethod[Any], predictor: Predictor
+    ) -> None:
         self.gate_up, self.down = _GateUp(gate_up, self), _Down(down, self)
         self.predictor = predictor
         self.first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str] | None = None
@@ -33,7 +36,9 @@ class PredictedNeurons:
         assert self.last is not None
         (gate, up, bias, act), (down, down_bias) = self.first, self.last
         self.first = self.last = None
-        gate_bias, up_bias = (None, None) if bias is None else (part.contiguous() for part in bias.chunk(2))
+        gate_bias, up_bias = (
+            (None, None) if bias is None else (part.contiguous() for part in bias.chunk(2))
+        )
         return ChosenNeurons(gate, up, down, act, (gate_bias, up_bias, down_bias))
 
 
@@ -47,7 +52,9 @@ class _GateUp(_Part):
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         raise AssertionError("a gated layer")
 
-    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str) -> Weight:
+    def join_gated(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str
+    ) -> Weight:
         self._neurons.first = gate, up, bias, act
         return scores_of(self._neurons.predictor)
 

@@ -1,4 +1,5 @@
-"""Matrices that go to a file of prepared weights instead of staying in memory, and come back from it as they are needed."""
+"""Matrices that go to a file of prepared weights instead of staying in memory, and come back from
+it as they are needed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tidemill.weights.prepared import Folder, Item, PreparedFile
 
 
 class Store:
-    """Prepared weights of a model: a file that is there, or one that is written as the checkpoint is read."""
+    """Prepared weights of a model: a file that is there, or one that is written as the checkpoint
+    is read."""
 
     def __init__(self, folder: Folder, key: str, num_bytes: int) -> None:
         """`num_bytes`: what a new file will have at most."""
@@ -31,7 +33,9 @@ class Store:
 
     def put(self, name: str, matrices: list[Held], about: dict[str, Any]) -> None:
         assert self._writer is not None
-        arrays = [array for one in matrices for array in (one.codes, one.scales) if array is not None]
+        arrays = [
+            array for one in matrices for array in (one.codes, one.scales) if array is not None
+        ]
         self._writer.put(name, arrays, about)
 
     def put_array(self, name: str, array: torch.Tensor, about: dict[str, Any]) -> None:
@@ -127,11 +131,24 @@ class Streamed(LinearMethod[Any]):
         data = memory(item.num_bytes)
         file.read(item, data)
         ends = iter([*item.starts[1:], item.num_bytes])
-        arrays = iter([torch.from_numpy(data[start:end])[None] for start, end in zip(item.starts, ends, strict=True)])
+        arrays = iter(
+            [
+                torch.from_numpy(data[start:end])[None]
+                for start, end in zip(item.starts, ends, strict=True)
+            ]
+        )
         made = []
         for side in ("gate_up", "down"):
             kind, num_in, num_out, has_scales = item.about[side]
-            made.append(Stack(kind, num_in, num_out, next(arrays), next(arrays).view(torch.int16) if has_scales else None))
+            made.append(
+                Stack(
+                    kind,
+                    num_in,
+                    num_out,
+                    next(arrays),
+                    next(arrays).view(torch.int16) if has_scales else None,
+                )
+            )
         return made[0], made[1]
 
 

@@ -18,7 +18,8 @@ _SOURCES = frozenset({".py", ".c", ".h", ".json"})
 
 @cache
 def build_name() -> str:
-    """The version, and a digest of the package's sources: two builds with the same name compute the same."""
+    """The version, and a digest of the package's sources: two builds with the same name compute the
+    same."""
     digest = hashlib.blake2b(digest_size=5)
     for path in sorted(path for path in _PACKAGE.rglob("*") if path.suffix in _SOURCES):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())

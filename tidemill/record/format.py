@@ -4,8 +4,9 @@
     block   = skippable frame: b"P", length of what follows    then a zstd frame: a MessagePack list of records
             | skippable frame: b"S", nonce, ciphertext         the same zstd frame, sealed with the owner's key
 
-Each file can be read without the others: it repeats the start, the models and the segments of prompts that its requests have.
-A file that was being written when the machine stopped ends with part of a block, which is left out.
+Each file can be read without the others: it repeats the start, the models and the segments of
+prompts that its requests have. A file that was being written when the machine stopped ends with
+part of a block, which is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _DAMAGE = (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, Recurs
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The server that records. Times are of its monotonic clock; `wall_s` is the time of day at `clock_s`."""
+    """The server that records. Times are of its monotonic clock; `wall_s` is the time of day at
+    `clock_s`."""
 
     version: int
     recording: str  # the same in all files of one server's life
@@ -52,7 +54,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class ModelStart(msgspec.Struct, frozen=True, tag="model"):
-    """A model, and all of its engine that tokens or batches depend on. Told again for an engine with other values."""
+    """A model, and all of its engine that tokens or batches depend on. Told again for an engine
+    with other values."""
 
     model: str
     path: str
@@ -149,7 +152,8 @@ def has_values(delta: Delta) -> bool:
 
 def add_values(digest: hashlib.blake2b, delta: Delta, num: int) -> None:
     """Adds what a delta has besides its first `num` tokens, whatever pieces it comes in."""
-    for piece in delta.prompt_pieces or ():  # come with the first token, and others may be joined to it
+    # come with the first token, and others may be joined to it
+    for piece in delta.prompt_pieces or ():
         digest.update(piece)
     for entry in (delta.logprobs or ())[:num]:
         digest.update(encode(entry))
@@ -157,7 +161,11 @@ def add_values(digest: hashlib.blake2b, delta: Delta, num: int) -> None:
 
 
 def encode_end(delta: Delta) -> bytes:
-    return b"" if delta.embedding is None and delta.score is None else encode((delta.embedding, delta.score))
+    return (
+        b""
+        if delta.embedding is None and delta.score is None
+        else encode((delta.embedding, delta.score))
+    )
 
 
 def new_digest() -> hashlib.blake2b:
@@ -248,7 +256,9 @@ def _unsealed(cipher: Any, content: bytes, where: str) -> bytes:
         frame: bytes = cipher.decrypt(nonce, sealed, None)
     except InvalidTag:
         raise ConfigError(
-            f"{where} was sealed with another key, or is damaged.", fix="Give the --key of the server that recorded.", param="key"
+            f"{where} was sealed with another key, or is damaged.",
+            fix="Give the --key of the server that recorded.",
+            param="key",
         ) from None
     return frame
 

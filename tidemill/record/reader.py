@@ -49,7 +49,11 @@ class RecordedRequest:
 
     @property
     def num_output(self) -> int:
-        return sum(len(output.ids) // TOKEN_BYTES for output in self.ended.outputs) if self.ended else 0
+        return (
+            sum(len(output.ids) // TOKEN_BYTES for output in self.ended.outputs)
+            if self.ended
+            else 0
+        )
 
     def output_ids(self, index: int) -> array[int]:
         return array("I") if self.ended is None else ids_of(self.ended.outputs[index].ids)
@@ -69,7 +73,8 @@ class RecordedServer:
 
     start: Start
     files: list[Path] = field(default_factory=list)
-    models: dict[str, list[ModelStart]] = field(default_factory=dict)  # each again when its engine has other values
+    # each again when its engine has other values
+    models: dict[str, list[ModelStart]] = field(default_factory=dict)
     adapters: dict[str, dict[int, AdapterInfo]] = field(default_factory=dict)  # by model and number
     requests: list[RecordedRequest] = field(default_factory=list)
     num_lost_ends: int = 0  # of requests whose beginning is in a file that was dropped
@@ -78,13 +83,19 @@ class RecordedServer:
 class Recording:
     def __init__(self, folder: Path, key: bytes | None = None) -> None:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder.", fix="Name the folder of --record.", param="recording")
+            raise ConfigError(
+                f"{folder} is no folder.", fix="Name the folder of --record.", param="recording"
+            )
         self._folder, self._key = folder, key
         self.servers: list[RecordedServer] = []
         self.cut: set[Path] = set()  # files that end within a block: what followed is not there
         files = files_of(folder)
         if not files:
-            raise ConfigError(f"{folder} holds no recording.", fix="Name the folder of --record.", param="recording")
+            raise ConfigError(
+                f"{folder} holds no recording.",
+                fix="Name the folder of --record.",
+                param="recording",
+            )
         for path in files:
             self._read(path)
 
@@ -102,11 +113,17 @@ class Recording:
                 for records in read_blocks(file, self._key, str(path)):
                     yield from records
         except Sealed:
-            raise ConfigError(f"{path} is sealed: it was recorded with --record-text off.", fix=_NO_KEY, param="key") from None
+            raise ConfigError(
+                f"{path} is sealed: it was recorded with --record-text off.",
+                fix=_NO_KEY,
+                param="key",
+            ) from None
         except Cut:
             self.cut.add(path)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.", param="recording") from error
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}.", param="recording"
+            ) from error
 
     def _read(self, path: Path) -> None:
         segments: dict[bytes, bytes] = {}
@@ -122,28 +139,40 @@ class Recording:
                 server = self.servers[-1]
                 server.files.append(path)
                 open_requests = {
-                    (request.begun.model, request.request_id): request for request in server.requests if request.ended is None
+                    (request.begun.model, request.request_id): request
+                    for request in server.requests
+                    if request.ended is None
                 }
                 continue
             if server is None:
-                raise ConfigError(f"{path} does not begin with the start of a server.", param="recording")
+                raise ConfigError(
+                    f"{path} does not begin with the start of a server.", param="recording"
+                )
             match record:
                 case ModelStart():
                     starts = server.models.setdefault(record.model, [])
                     if not starts or starts[-1] != record:
                         starts.append(record)
                 case AdapterStart():
-                    server.adapters.setdefault(record.model, {})[record.info.adapter_id] = record.info
+                    server.adapters.setdefault(record.model, {})[record.info.adapter_id] = (
+                        record.info
+                    )
                 case Segment():
                     if len(record.ids) % TOKEN_BYTES:
                         raise damaged(str(path))
                     segments[record.digest] = record.ids
                 case Begun():
                     pieces = [segments.get(digest) for digest in record.segments]
-                    prompt = None if None in pieces else [piece for piece in pieces if piece is not None]
+                    prompt = (
+                        None if None in pieces else [piece for piece in pieces if piece is not None]
+                    )
                     if record.model not in server.models:
-                        raise ConfigError(f"{path} has requests of the model {record.model!r}, which it does not describe.")
-                    request = RecordedRequest(len(server.requests), record, prompt, server.models[record.model][-1])
+                        raise ConfigError(
+                            f"{path} has requests of the model {record.model!r}, which it does not describe."
+                        )
+                    request = RecordedRequest(
+                        len(server.requests), record, prompt, server.models[record.model][-1]
+                    )
                     server.requests.append(request)
                     open_requests[record.model, record.request.request_id] = request
                 case Ended():

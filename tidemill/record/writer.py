@@ -1,4 +1,5 @@
-"""RecordingWriter: records go to files of a folder, written by a thread. The folder is bounded: the oldest file is dropped."""
+"""RecordingWriter: records go to files of a folder, written by a thread. The folder is bounded: the
+oldest file is dropped."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ DEFAULT_BYTES = 2**30
 MIN_BYTES = 2**20
 MAX_BEHIND = 64 * 2**20  # bytes that wait to be written, about
 _FILES = 8  # of the folder, when it is full
-_EVERY_S = 0.5  # between two blocks: a thread that is woken for each record costs more than all else
+# between two blocks: a thread that is woken for each record costs more than all else
+_EVERY_S = 0.5
 _AT_ONCE = 500  # records of a block: while one is encoded, other threads wait
 _CLOSE_S = 10.0  # to write what waits; a disk that hangs does not hold up the end
 _FIX = "Choose another --record."
@@ -56,16 +58,31 @@ class _Item(NamedTuple):
 
 
 class RecordingWriter:
-    """If writing fails, or falls too far behind, nothing more is written: requests are served as before."""
+    """If writing fails, or falls too far behind, nothing more is written: requests are served as
+    before."""
 
-    def __init__(self, folder: Path, most_bytes: int = DEFAULT_BYTES, key: bytes | None = None, seals_all: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int = DEFAULT_BYTES,
+        key: bytes | None = None,
+        seals_all: bool = True,
+    ) -> None:
         """`key`: with which records are sealed, all of them or those that say so."""
         self._folder, self._most = folder, most_bytes
         self._seals_all = key is not None and seals_all
         self._has_key = key is not None
         self._packer = Packer(key)
-        self._start = Start(VERSION, secrets.token_hex(8), build_name(), time.time(), time.monotonic(), about_machine())
-        self._lasting: dict[tuple[str, str], tuple[RecordType, bool]] = {}  # what each file begins with
+        self._start = Start(
+            VERSION,
+            secrets.token_hex(8),
+            build_name(),
+            time.time(),
+            time.monotonic(),
+            about_machine(),
+        )
+        # what each file begins with
+        self._lasting: dict[tuple[str, str], tuple[RecordType, bool]] = {}
         self._known: set[bytes] = set()  # segments of the file
         self._queue: deque[_Item] = deque()
         self._is_closing = threading.Event()
@@ -80,17 +97,27 @@ class RecordingWriter:
             self._number = max((int(path.stem) for path in files_of(folder)), default=0)
             self._next_file()
         except BlockingIOError:
-            raise _refusal(f"Another server records into {folder}.", "Give each its own --record.") from None
+            raise _refusal(
+                f"Another server records into {folder}.", "Give each its own --record."
+            ) from None
         except OSError as error:
             raise _refusal(f"{folder} cannot be recorded into: {error.strerror}.", _FIX) from error
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def __str__(self) -> str:
-        sealed = ", sealed with the owner's key" if self._seals_all else ", in part sealed" if self._has_key else ""
+        sealed = (
+            ", sealed with the owner's key"
+            if self._seals_all
+            else ", in part sealed"
+            if self._has_key
+            else ""
+        )
         return f"{self._folder}, at most {fmt_bytes(self._most)}{sealed}"
 
-    def put(self, record: RecordType, size: int, is_private: bool = False, prompt: Sequence[int] = ()) -> None:
+    def put(
+        self, record: RecordType, size: int, is_private: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """`size`: about so many bytes. `prompt`: of a request that has begun."""
         if self._failure:
             return
@@ -234,15 +261,24 @@ def folder_and_size(text: str) -> tuple[Path, int]:
     try:
         num_bytes = parse_bytes(size)
     except ConfigError:
-        raise _refusal(f"--record is {text!r}.", "Write DIR, or DIR:SIZE, such as /var/log/tidemill:2GB.") from None
+        raise _refusal(
+            f"--record is {text!r}.", "Write DIR, or DIR:SIZE, such as /var/log/tidemill:2GB."
+        ) from None
     if num_bytes < MIN_BYTES:
-        raise _refusal(f"A recording of {fmt_bytes(num_bytes)} would keep next to nothing.", "Give 1MB or more.")
+        raise _refusal(
+            f"A recording of {fmt_bytes(num_bytes)} would keep next to nothing.",
+            "Give 1MB or more.",
+        )
     return Path(folder).expanduser(), num_bytes
 
 
 def files_of(folder: Path) -> list[Path]:
     """The files of a recording, oldest first."""
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{8}", path.stem) and path.suffix == SUFFIX)
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"\d{8}", path.stem) and path.suffix == SUFFIX
+    )
 
 
 def read_key(path: Path, creates: bool = False) -> bytes:
@@ -254,12 +290,16 @@ def read_key(path: Path, creates: bool = False) -> bytes:
                 file.write(secrets.token_hex(KEY_BYTES) + "\n")
         key = bytes.fromhex(path.read_text().strip())
     except OSError as error:
-        raise ConfigError(f"The key {path} cannot be read: {error.strerror}.", param="record_key") from error
+        raise ConfigError(
+            f"The key {path} cannot be read: {error.strerror}.", param="record_key"
+        ) from error
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         what = f"{path} holds no key of a recording: {2 * KEY_BYTES} hexadecimal digits."
-        raise ConfigError(what, fix="Name a file that does not exist, and one is made.", param="record_key")
+        raise ConfigError(
+            what, fix="Name a file that does not exist, and one is made.", param="record_key"
+        )
     return key
 
 

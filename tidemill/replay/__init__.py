@@ -1,1 +1,2 @@
-"""Replay: computes a recording again, on any build, device or configuration, and compares every token."""
+"""Replay: computes a recording again, on any build, device or configuration, and compares every
+token."""

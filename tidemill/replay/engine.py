@@ -34,9 +34,11 @@ def unknown_options(start: ModelStart) -> list[str]:
     return sorted(set(start.options) - {each.name for each in fields(EngineOptions)})
 
 
-def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str, str], disk: str) -> EngineOptions:
-    """The recorded options of an engine. `changed`: fields with other values. `paths`: of models and adapters that were moved.
-    `disk`: a folder in place of the server's own."""
+def options_of(
+    start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str, str], disk: str
+) -> EngineOptions:
+    """The recorded options of an engine. `changed`: fields with other values. `paths`: of models
+    and adapters that were moved. `disk`: a folder in place of the server's own."""
     unknown = unknown_options(start)
     given = {name: value for name, value in start.options.items() if name not in unknown}
     try:
@@ -49,7 +51,11 @@ def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str
         options = replace(options, kv_disk=f"{disk}:{options.kv_disk.rpartition(':')[2]}")
     if options.remote_workers:
         what = "The recorded engine had ranks on other hosts."
-        raise ConfigError(what, fix="Give --option remote-workers=0 and the ranks that this machine has.", param="option")
+        raise ConfigError(
+            what,
+            fix="Give --option remote-workers=0 and the ranks that this machine has.",
+            param="option",
+        )
     return replace(options, **changed)
 
 
@@ -70,7 +76,12 @@ class CollectedRunner:
 
 class ReplayEngine:
     def __init__(
-        self, options: EngineOptions, server: RecordedServer, model: str, paths: Mapping[str, str], clock: Clock | None = None
+        self,
+        options: EngineOptions,
+        server: RecordedServer,
+        model: str,
+        paths: Mapping[str, str],
+        clock: Clock | None = None,
     ) -> None:
         """`paths`: of adapters that were moved."""
         self.core: EngineCore = load_core(options, None, clock)
@@ -79,13 +90,17 @@ class ReplayEngine:
         for number, info in server.adapters.get(model, {}).items():
             if number not in known:
                 try:
-                    self.core.part(AdapterStore).load_now(number, info.name, paths.get(info.name, info.path))
+                    self.core.part(AdapterStore).load_now(
+                        number, info.name, paths.get(info.name, info.path)
+                    )
                 except TidemillError as error:
                     self.problems[number] = error.message
         for adapter in self.core.part(AdapterStore):
             then = server.adapters.get(model, {}).get(adapter.adapter_id)
             if then is not None and then.digest and then.digest != adapter.digest:
-                self.problems[adapter.adapter_id] = f"the adapter {then.name} is not the one that was recorded"
+                self.problems[adapter.adapter_id] = (
+                    f"the adapter {then.name} is not the one that was recorded"
+                )
         self.running: dict[str, Running] = {}
         self.core.take_events()
 
@@ -109,7 +124,11 @@ class ReplayEngine:
         return ""
 
     def submit(
-        self, request: RecordedRequest, name: str, salt: str | None = None, resumed: list[Resumed] | None = None
+        self,
+        request: RecordedRequest,
+        name: str,
+        salt: str | None = None,
+        resumed: list[Resumed] | None = None,
     ) -> Running:
         """`salt`: another than recorded, so that it shares no prefix."""
         submit = request.submit()
@@ -132,8 +151,8 @@ class ReplayEngine:
             running.refused = error.message
 
     def step(self, ends: bool = True) -> list[Event]:
-        """One step of the engine. `ends`: requests that something else than the engine ended are ended when they have the
-        recorded tokens."""
+        """One step of the engine. `ends`: requests that something else than the engine ended are
+        ended when they have the recorded tokens."""
         output, failed = self.core.step()
         for refused in failed:
             if refused.request_id in self.running:

@@ -1,8 +1,9 @@
-"""LikeThen: an engine gets what the recorded one got, between the same steps, by the recorded clock.
+"""LikeThen: an engine gets what the recorded one got, between the same steps, by the recorded
+clock.
 
-The engine's events say in which order requests came, were aborted, ended by their text and were computed. So the batches are the
-same again, but for what waits for the machine: a grammar that is compiled, pages that are moved, an adapter that is read. Steps
-whose batch is another are counted.
+The engine's events say in which order requests came, were aborted, ended by their text and were
+computed. So the batches are the same again, but for what waits for the machine: a grammar that is
+compiled, pages that are moved, an adapter that is read. Steps whose batch is another are counted.
 """
 
 from __future__ import annotations
@@ -37,14 +38,22 @@ class RecordedClock:
 
 
 class LikeThen:
-    def __init__(self, engine: ReplayEngine, clock: RecordedClock, requests: Sequence[RecordedRequest], certificate: Certificate):
+    def __init__(
+        self,
+        engine: ReplayEngine,
+        clock: RecordedClock,
+        requests: Sequence[RecordedRequest],
+        certificate: Certificate,
+    ):
         """`engine`: its clock is this one."""
         self._engine, self._clock, self._certificate = engine, clock, certificate
         self._coming: dict[str, deque[RecordedRequest]] = defaultdict(deque)
         for request in requests:
             self._coming[request.request_id].append(request)
-        self._planned: dict[int, tuple[str, float]] = {}  # by the recorded number: the kind of step, and its time now
-        self._ended_s: dict[int, float] = {}  # when recorded steps ended, by the place of their plan
+        # by the recorded number: the kind of step, and its time now
+        self._planned: dict[int, tuple[str, float]] = {}
+        # when recorded steps ended, by the place of their plan
+        self._ended_s: dict[int, float] = {}
         self._in_flight: deque[int] = deque()  # recorded steps whose results are not taken
         engine.tell_collected(self._collected)
 
@@ -61,7 +70,9 @@ class LikeThen:
                 case events.Aborted():
                     self._abort(event)
                 case events.Finished() if event.reason == HANDED_OVER:
-                    self._abort(events.Aborted(event.time_s, event.request_id, GOES_ON, event.num_output))
+                    self._abort(
+                        events.Aborted(event.time_s, event.request_id, GOES_ON, event.num_output)
+                    )
                 case events.Finished() if event.reason == "stop":
                     self._finish(event)
                 case events.HoldRenewed():
@@ -79,8 +90,14 @@ class LikeThen:
         """When all engines had their turn: what went on in one that had its turn before."""
         for name, running in self._engine.running.items():
             if not running.is_complete and not running.request.begun.request.params.beams:
-                open_samples = [(index, sample) for index, sample in enumerate(running.samples) if not sample.is_complete]
-                resumed = [Resumed(index, sample.resume(len(sample.ids))) for index, sample in open_samples]
+                open_samples = [
+                    (index, sample)
+                    for index, sample in enumerate(running.samples)
+                    if not sample.is_complete
+                ]
+                resumed = [
+                    Resumed(index, sample.resume(len(sample.ids))) for index, sample in open_samples
+                ]
                 self._engine.submit(running.request, name, resumed=resumed)
             running.is_elsewhere = False
         yield from self._finish_all()
@@ -107,7 +124,8 @@ class LikeThen:
         engine.submit(request, name)
 
     def _resume(self, event: events.Resumed, recorded: Sequence[Event], at: int) -> None:
-        """After a restart of the engine its requests go on, each with all its samples that had not ended."""
+        """After a restart of the engine its requests go on, each with all its samples that had not
+        ended."""
         name = event.request_id.partition(":")[0]
         running = self._engine.running.get(name)
         if running is None or self._engine.core.has(name):
@@ -119,15 +137,25 @@ class LikeThen:
             if isinstance(other, events.Resumed) and other.request_id.partition(":")[0] == name:
                 index = int(other.request_id.partition(":")[2] or 0)
                 found.append(Resumed(index, running.samples[index].resume(other.num_output)))
-        if running.request.begun.request.params.beams is not None:  # they start over, as one sequence
-            found = [Resumed(index, sample.resume(0)) for index, sample in enumerate(running.samples)]
+        # they start over, as one sequence
+        if running.request.begun.request.params.beams is not None:
+            found = [
+                Resumed(index, sample.resume(0)) for index, sample in enumerate(running.samples)
+            ]
         running.is_elsewhere = False
         self._engine.submit(running.request, name, resumed=found)
 
     def _restart(self, recorded: Sequence[Event], at: int) -> None:
-        """The engine was started again. What had ended by then may be a little behind here, and ends first."""
-        following = takewhile(lambda event: not isinstance(event, events.StepPlanned), recorded[at:])
-        goes_on = {event.request_id.partition(":")[0] for event in following if isinstance(event, events.Resumed)}
+        """The engine was started again. What had ended by then may be a little behind here, and
+        ends first."""
+        following = takewhile(
+            lambda event: not isinstance(event, events.StepPlanned), recorded[at:]
+        )
+        goes_on = {
+            event.request_id.partition(":")[0]
+            for event in following
+            if isinstance(event, events.Resumed)
+        }
         for name in goes_on:
             self._engine.core.abort(Abort(name, "the engine was restarted"))
         while self._engine.core.has_work:
@@ -149,7 +177,11 @@ class LikeThen:
         """The engine ends by itself what no text ended."""
         name, _, sample = event.request_id.partition(":")
         running, index = self._engine.running.get(name), int(sample or 0)
-        if running is None or running.request.ended is None or not running.request.ended.outputs[index].by_text:
+        if (
+            running is None
+            or running.request.ended is None
+            or not running.request.ended.outputs[index].by_text
+        ):
             return
         if running.samples[index].is_complete:
             self._engine.core.finish(Finish(name, index))
@@ -157,13 +189,18 @@ class LikeThen:
             running.is_leaving = True
 
     def _step(self, event: events.StepPlanned, at: int) -> None:
-        """Plans and launches the step; where the engine works ahead, the one before it ends with that."""
+        """Plans and launches the step; where the engine works ahead, the one before it ends with
+        that."""
         began, planned = time.perf_counter(), None
         self._in_flight.append(at)
         for _ in range(_MOST_TRIES):
             if not self._engine.core.has_work:
                 break
-            found = [each for each in self._engine.step(ends=False) if isinstance(each, events.StepPlanned)]
+            found = [
+                each
+                for each in self._engine.step(ends=False)
+                if isinstance(each, events.StepPlanned)
+            ]
             if found:
                 planned = found[0]
                 break
@@ -171,14 +208,18 @@ class LikeThen:
         if planned is None:
             self._in_flight.pop()
         self._certificate.num_steps += 1
-        self._certificate.num_equal_steps += planned is not None and sorted(planned.tokens_of) == sorted(event.tokens_of)
+        self._certificate.num_equal_steps += planned is not None and sorted(
+            planned.tokens_of
+        ) == sorted(event.tokens_of)
         if planned is not None:
             self._planned[event.step] = _kind(event), time.perf_counter() - began
 
     def _collected(self) -> None:
         """Time passes in a step as it did then."""
         if self._in_flight:
-            self._clock.now_s = max(self._clock.now_s, self._ended_s.get(self._in_flight.popleft(), 0.0))
+            self._clock.now_s = max(
+                self._clock.now_s, self._ended_s.get(self._in_flight.popleft(), 0.0)
+            )
         else:
             self._clock.now_s += _STEP_S
 
@@ -186,7 +227,11 @@ class LikeThen:
         kind, now_s = self._planned.pop(event.step, ("", 0.0))
         if kind:
             times = self._certificate.steps.setdefault(kind, StepTimes())
-            times.num, times.then_s, times.now_s = times.num + 1, times.then_s + event.duration_s, times.now_s + now_s
+            times.num, times.then_s, times.now_s = (
+                times.num + 1,
+                times.then_s + event.duration_s,
+                times.now_s + now_s,
+            )
 
 
 def _kind(step: events.StepPlanned) -> str:
@@ -196,7 +241,8 @@ def _kind(step: events.StepPlanned) -> str:
 
 
 def _ends(recorded: Sequence[Event]) -> dict[int, float]:
-    """When each step ended, by the place of its plan. Steps are numbered anew when an engine is started again."""
+    """When each step ended, by the place of its plan. Steps are numbered anew when an engine is
+    started again."""
     planned: dict[int, int] = {}
     ends: dict[int, float] = {}
     for at, event in enumerate(recorded):

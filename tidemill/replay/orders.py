@@ -12,7 +12,8 @@ _AT_ONCE = 64  # requests that are queued or run, together
 
 
 def alone(engine: ReplayEngine, requests: Sequence[RecordedRequest]) -> Iterator[Running]:
-    """Each request in an engine that has nothing else to do, and finds nothing of others in its cache."""
+    """Each request in an engine that has nothing else to do, and finds nothing of others in its
+    cache."""
     for request in requests:
         name = f"replay-{request.number}"
         running = engine.submit(request, name, salt=name)
@@ -23,7 +24,8 @@ def alone(engine: ReplayEngine, requests: Sequence[RecordedRequest]) -> Iterator
 
 
 def together(engine: ReplayEngine, requests: Sequence[RecordedRequest]) -> Iterator[Running]:
-    """As many at once as the engine computes, in the recorded order, with the prefixes that they share."""
+    """As many at once as the engine computes, in the recorded order, with the prefixes that they
+    share."""
     left = list(reversed(requests))
     while left or engine.running:
         while left and len(engine.running) < _AT_ONCE:

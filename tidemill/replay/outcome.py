@@ -36,7 +36,8 @@ class Sample:
         self.finish_reason = delta.finish_reason or self.finish_reason
 
     def resume(self, num: int) -> list[int]:
-        """It goes on after so many tokens, which a client had. Returns them; those that are missing are taken as recorded."""
+        """It goes on after so many tokens, which a client had. Returns them; those that are missing
+        are taken as recorded."""
         self.is_filled |= len(self.ids) < num
         self.ids = [*self.ids[:num], *self.recorded[len(self.ids) : num]]
         del self.values[num:]
@@ -95,17 +96,30 @@ class Difference:
         where = f"request {self.request} ({self.request_id}), sample {self.sample}"
         if self.what != "token":
             return f"{where}: {self.what}: {self.recorded} recorded, {self.replayed} now"
-        margin = "" if self.margin is None else f"; log-probabilities {self.recorded_logprob:.6f} and {self.replayed_logprob:.6f}"
+        margin = (
+            ""
+            if self.margin is None
+            else f"; log-probabilities {self.recorded_logprob:.6f} and {self.replayed_logprob:.6f}"
+        )
         margin += "" if self.margin is None else f", a margin of {self.margin:+.6f}"
-        return f"{where}: token {self.position} is {self.replayed}, recorded {self.recorded}{margin}"
+        return (
+            f"{where}: token {self.position} is {self.replayed}, recorded {self.recorded}{margin}"
+        )
 
 
-def difference(request: RecordedRequest, index: int, sample: Sample, tokens_only: bool) -> Difference | None:
+def difference(
+    request: RecordedRequest, index: int, sample: Sample, tokens_only: bool
+) -> Difference | None:
     """Compares a sample with the recorded one."""
     assert request.ended is not None
     output = request.ended.outputs[index]
     where = request.number, request.request_id, index
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sample.recorded, sample.ids, strict=False)))
+    same = sum(
+        1
+        for _ in takewhile(
+            lambda pair: pair[0] == pair[1], zip(sample.recorded, sample.ids, strict=False)
+        )
+    )
     if same < len(sample.recorded):
         now = sample.ids[same] if same < len(sample.ids) else None
         return Difference(*where, "token", same, sample.recorded[same], now)
@@ -113,12 +127,16 @@ def difference(request: RecordedRequest, index: int, sample: Sample, tokens_only
         if len(sample.ids) != len(sample.recorded):
             return Difference(*where, "length", same, len(sample.recorded), len(sample.ids))
         if sample.finish_reason != output.finish_reason:
-            return Difference(*where, "finish reason", same, output.finish_reason, sample.finish_reason)
+            return Difference(
+                *where, "finish reason", same, output.finish_reason, sample.finish_reason
+            )
     if tokens_only or not output.digest:
         return None
     digest = sample.digest()
     if digest != output.digest and not sample.is_filled:
-        return Difference(*where, "log-probabilities or embeddings", same, output.digest.hex(), digest.hex())
+        return Difference(
+            *where, "log-probabilities or embeddings", same, output.digest.hex(), digest.hex()
+        )
     return None
 
 
@@ -152,7 +170,8 @@ class Certificate:
     num_tokens: int = 0
     num_equal: int = 0
     differences: list[Difference] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)  # requests that were not compared, by reason
+    # requests that were not compared, by reason
+    left_out: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0  # like then
     num_equal_steps: int = 0  # of which the batch was the same
     steps: dict[str, StepTimes] = field(default_factory=dict)
@@ -171,8 +190,14 @@ class Certificate:
         self.num_compared += 1
         self.num_tokens += sum(len(sample.recorded) for sample in samples)
         if running.refused:
-            return [Difference(request.number, request.request_id, 0, "refusal", 0, "none", running.refused)]
-        found = [difference(request, index, sample, tokens_only) for index, sample in enumerate(samples)]
+            return [
+                Difference(
+                    request.number, request.request_id, 0, "refusal", 0, "none", running.refused
+                )
+            ]
+        found = [
+            difference(request, index, sample, tokens_only) for index, sample in enumerate(samples)
+        ]
         differences = [each for each in found if each is not None]
         self.num_equal += not differences
         return differences
@@ -181,7 +206,13 @@ class Certificate:
         return asdict(self) | {"is_equal": self.is_equal}
 
     def lines(self) -> Iterable[str]:
-        verdict = "all equal" if self.is_equal else "DIFFERENT" if self.num_compared else "nothing was compared"
+        verdict = (
+            "all equal"
+            if self.is_equal
+            else "DIFFERENT"
+            if self.num_compared
+            else "nothing was compared"
+        )
         yield f"{self.mode}: {self.num_equal:,} of {self.num_compared:,} requests equal, {self.num_tokens:,} tokens: {verdict}"
         yield f"recorded by {self.build_then} ({_shown(self.machine_then)})"
         yield f"computed by {self.build_now} ({_shown(self.machine_now)})"
@@ -192,7 +223,10 @@ class Certificate:
         if self.num_steps:
             yield f"{self.num_equal_steps:,} of {self.num_steps:,} steps had the recorded batch"
         for kind, times in self.steps.items():
-            per_step = 1000 * times.then_s / max(times.num, 1), 1000 * times.now_s / max(times.num, 1)
+            per_step = (
+                1000 * times.then_s / max(times.num, 1),
+                1000 * times.now_s / max(times.num, 1),
+            )
             ratio = times.now_s / times.then_s if times.then_s else 0.0
             yield f"{kind}: {times.num:,} steps of {per_step[0]:.2f} ms then, {per_step[1]:.2f} ms now ({ratio:.2f} times)"
         yield from self.notes

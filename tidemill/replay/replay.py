@@ -32,24 +32,49 @@ class ReplayOptions:
     changed: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineOptions
     shown: Mapping[str, str] = field(default_factory=dict)  # the same as they were given
     tokens_only: bool = False  # not log-probabilities and embeddings
-    paths: Mapping[str, str] = field(default_factory=dict)  # of models and adapters that were moved, by name
+    # of models and adapters that were moved, by name
+    paths: Mapping[str, str] = field(default_factory=dict)
     on_progress: Callable[[str, int, int], None] | None = None
 
 
-def replay(recording: Recording, servers: Sequence[RecordedServer], options: ReplayOptions) -> list[Certificate]:
+def replay(
+    recording: Recording, servers: Sequence[RecordedServer], options: ReplayOptions
+) -> list[Certificate]:
     """A certificate of each server's life that has some of the requests."""
-    names = {name for server in servers for request in server.requests for name in _names_of(request)}
+    names = {
+        name for server in servers for request in server.requests for name in _names_of(request)
+    }
     _check(options.requests, names, "request", "requests")
-    adapters = (info.name for server in servers for infos in server.adapters.values() for info in infos.values())
+    adapters = (
+        info.name
+        for server in servers
+        for infos in server.adapters.values()
+        for info in infos.values()
+    )
     starts = [start for server in servers for models in server.models.values() for start in models]
-    loras = (text.partition("=")[0] for start in starts for text in start.options.get("loras") or ())
-    _check(options.paths, {*(start.model for start in starts), *adapters, *loras}, "model or adapter", "model")
-    return [_replay_server(recording, server, chosen, options) for server in servers if (chosen := _chosen(server, options))]
+    loras = (
+        text.partition("=")[0] for start in starts for text in start.options.get("loras") or ()
+    )
+    _check(
+        options.paths,
+        {*(start.model for start in starts), *adapters, *loras},
+        "model or adapter",
+        "model",
+    )
+    return [
+        _replay_server(recording, server, chosen, options)
+        for server in servers
+        if (chosen := _chosen(server, options))
+    ]
 
 
 def _check(names: Collection[str], known: Set[str], what: str, param: str) -> None:
     if unknown := ", ".join(sorted(set(names) - known)):
-        raise ConfigError(f"The recording has no {what} {unknown}.", fix="Give numbers, ids and names of it.", param=param)
+        raise ConfigError(
+            f"The recording has no {what} {unknown}.",
+            fix="Give numbers, ids and names of it.",
+            param=param,
+        )
 
 
 def _chosen(server: RecordedServer, options: ReplayOptions) -> list[RecordedRequest]:
@@ -63,7 +88,10 @@ def _names_of(request: RecordedRequest) -> set[str]:
 
 
 def _replay_server(
-    recording: Recording, server: RecordedServer, chosen: Sequence[RecordedRequest], options: ReplayOptions
+    recording: Recording,
+    server: RecordedServer,
+    chosen: Sequence[RecordedRequest],
+    options: ReplayOptions,
 ) -> Certificate:
     """Models are computed one after the other."""
     began = time.perf_counter()
@@ -84,7 +112,10 @@ def _replay_server(
     wanted = {request.number for request in chosen}
     if options.mode == LIKE_THEN:  # with its company
         models = {request.begun.model: request.start for request in chosen}
-        groups = [(start, [each for each in server.requests if each.begun.model == name]) for name, start in models.items()]
+        groups = [
+            (start, [each for each in server.requests if each.begun.model == name])
+            for name, start in models.items()
+        ]
     else:
         groups = _by_engine(chosen)
     for start, requests in groups:
@@ -93,12 +124,17 @@ def _replay_server(
     return certificate
 
 
-def _by_engine(requests: Sequence[RecordedRequest]) -> list[tuple[ModelStart, list[RecordedRequest]]]:
+def _by_engine(
+    requests: Sequence[RecordedRequest],
+) -> list[tuple[ModelStart, list[RecordedRequest]]]:
     """Requests of each model, by the engine's values that they were computed with."""
     groups: list[tuple[ModelStart, list[RecordedRequest]]] = []
     for request in requests:
         for start, members in groups:
-            if start is request.start or (start.model, start.options) == (request.start.model, request.start.options):
+            if start is request.start or (start.model, start.options) == (
+                request.start.model,
+                request.start.options,
+            ):
                 members.append(request)
                 break
         else:
@@ -119,7 +155,9 @@ def _replay_model(
         disk = stack.enter_context(TemporaryDirectory(prefix="tidemill-replay-"))
         engine_options = options_of(start, options.changed, options.paths, disk)
         if unknown := unknown_options(start):
-            certificate.notes.append(f"{start.model}: this build has no option {', '.join(unknown)}")
+            certificate.notes.append(
+                f"{start.model}: this build has no option {', '.join(unknown)}"
+            )
         if fingerprint_of(locate(engine_options.model)) != start.fingerprint:
             certificate.notes.append(f"{start.model}: the weights are not those that were recorded")
         clock = RecordedClock() if options.mode == LIKE_THEN else None
@@ -149,7 +187,9 @@ def _replay_model(
         _find_margins(engine, server, start.model, certificate)
 
 
-def _find_margins(engine: ReplayEngine, server: RecordedServer, model: str, certificate: Certificate) -> None:
+def _find_margins(
+    engine: ReplayEngine, server: RecordedServer, model: str, certificate: Certificate
+) -> None:
     num_left = _MOST_MARGINS
     for number, found in enumerate(certificate.differences):
         request = server.requests[found.request]

@@ -1,4 +1,5 @@
-"""The interface of runners: what a step gives back. Loads no torch, so that a simulation can be a runner, too."""
+"""The interface of runners: what a step gives back. Loads no torch, so that a simulation can be a
+runner, too."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class StepResult(msgspec.Struct):
-    """By row: the tokens sampled (a negative one: the sequence failed, its logits are not finite), and what was asked about
-    them. More than one where drafts were right."""
+    """By row: the tokens sampled (a negative one: the sequence failed, its logits are not finite),
+    and what was asked about them. More than one where drafts were right."""
 
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -42,7 +43,8 @@ class StepResult(msgspec.Struct):
         return own[number] if number < len(own) else -1
 
     def take_logprobs(self, rows: Sequence[int], entries: Mapping[int, TokenLogprobs]) -> None:
-        """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong drafts are dropped."""
+        """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong
+        drafts are dropped."""
         for number, entry in sorted(entries.items()):
             row = rows[number]
             own = self.logprobs.setdefault(row, [])
@@ -73,8 +75,9 @@ def accept(
     drawn: Sequence[int],
     paths: Mapping[int, list[int]] | None = None,
 ) -> dict[int, list[int]]:
-    """By row: the tokens drawn in the places of drafts, for as long as the drafts before them were the same, and so what would
-    have been drawn without drafts. `paths`: of those that are trees, the right drafts."""
+    """By row: the tokens drawn in the places of drafts, for as long as the drafts before them were
+    the same, and so what would have been drawn without drafts. `paths`: of those that are trees,
+    the right drafts."""
     tokens, at = {}, 0
     for item in items:
         if item.num_draws:
@@ -108,7 +111,8 @@ def right_drafts(
 
 
 def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
-    """The rows with drafts in which some token drawn, counting or not, shows logits that are not finite."""
+    """The rows with drafts in which some token drawn, counting or not, shows logits that are not
+    finite."""
     rows, at = set(), 0
     for item in items:
         if item.num_drafts and min(drawn[at : at + item.num_draws]) < 0:
@@ -163,7 +167,8 @@ class AdapterSlots(Protocol):
 
 
 class Runner(Protocol):
-    """Executes StepPlans in the order they are launched, and gives their results back in that order."""
+    """Executes StepPlans in the order they are launched, and gives their results back in that
+    order."""
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
     fallback: str  # why slower code runs than is there for this machine, or empty

@@ -18,7 +18,8 @@ from tidemill.types.inputs import TOKEN_TYPE, overlapping
 
 @dataclass(slots=True)
 class Batch:
-    """Item i's tokens are numbers last_token[i] - counts[i] + 1 .. last_token[i] of the step, from position starts[i] on."""
+    """Item i's tokens are numbers last_token[i] - counts[i] + 1 .. last_token[i] of the step, from
+    position starts[i] on."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -104,8 +105,8 @@ def gather_batch(
 def _branch(
     items: list[StepItem], places: np.ndarray, trees: Mapping[int, list[int]]
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray], Paths]:
-    """Positions of the tokens, and what attention computes: the drafts of a tree one by one, each on its path. `places`: where
-    the tokens lie in their rows."""
+    """Positions of the tokens, and what attention computes: the drafts of a tree one by one, each
+    on its path. `places`: where the tokens lie in their rows."""
     positions, at = places.copy(), 0
     entries, paths = list[tuple[int, int, int]](), list[tuple[int, list[int]] | None]()
     for item in items:

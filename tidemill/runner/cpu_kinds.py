@@ -1,5 +1,5 @@
-"""The kinds of steps on a CPU: which batches each takes, and how it computes their hidden states. The first that takes one
-computes it."""
+"""The kinds of steps on a CPU: which batches each takes, and how it computes their hidden states.
+The first that takes one computes it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class AdapterRows:
         self._slots, self._step = state.adapters, step
 
     def choose(self, passes: Passes, rows: np.ndarray, counts: np.ndarray | int) -> Pass:
-        """The pass for entries of these rows, so many tokens each. Tells the layers which token has which adapter."""
+        """The pass for entries of these rows, so many tokens each. Tells the layers which token has
+        which adapter."""
         slots = self._slots[rows]
         if slots.max(initial=-1) < 0:
             return passes.plain
@@ -130,8 +131,9 @@ class ManyTokens(AllLayers):
 
 
 class LastLayerApart:
-    """Steps with prompts. Of most of a prompt's tokens only keys and values are ever read, so the last layer computes no more of
-    them; the tokens that yield logits go through it by themselves, with the same bits."""
+    """Steps with prompts. Of most of a prompt's tokens only keys and values are ever read, so the
+    last layer computes no more of them; the tokens that yield logits go through it by themselves,
+    with the same bits."""
 
     gives_all = False
 

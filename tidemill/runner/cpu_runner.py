@@ -44,7 +44,8 @@ class CpuRunner(DeviceRunner):
         whole: AllLayers,
         fallback: str,
     ) -> None:
-        """`kinds`: the kinds of steps; the first that takes a batch computes it. `whole`: the last of them."""
+        """`kinds`: the kinds of steps; the first that takes a batch computes it. `whole`: the last
+        of them."""
         tables = SharedTables(state)
         super().__init__(model, state, kv_layout, config.layout.groups, tables, Policies(mixers.kv))
         self.mixers, self.loras, self.stage, self.fallback = mixers, loras, stage, fallback

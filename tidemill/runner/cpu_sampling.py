@@ -1,4 +1,5 @@
-"""The end of a step on a CPU: logits of the tokens that yield them, sampled tokens, and what becomes of drafts."""
+"""The end of a step on a CPU: logits of the tokens that yield them, sampled tokens, and what
+becomes of drafts."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class CpuSampling:
         return result
 
     def _logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """In memory that is kept: to give megabytes back to the system and to take them again costs up to 1 ms a step. Good
-        until the next step."""
+        """In memory that is kept: to give megabytes back to the system and to take them again costs
+        up to 1 ms a step. Good until the next step."""
         model = self._model
         assert isinstance(model, CausalLM)
         if not self._has_room:
@@ -62,7 +63,8 @@ class CpuSampling:
         return model.logits(hidden_SH, self._room[: len(hidden_SH)])
 
     def _settle(self, items: list[StepItem], result: StepResult) -> None:
-        """Tokens, and the keys and values of drafts of trees that are right, go where the next step looks for them."""
+        """Tokens, and the keys and values of drafts of trees that are right, go where the next step
+        looks for them."""
         assert self._mixers.kv is not None
         moves = []
         for item in items:

@@ -1,6 +1,8 @@
-"""A stage of a pipeline on a CPU. A step's items go through the stages in micro-batches, so that stages compute side by side.
+"""A stage of a pipeline on a CPU. A step's items go through the stages in micro-batches, so that
+stages compute side by side.
 
-Micro-batches keep the order of the items in every stage: one that reads what another has just written comes after it.
+Micro-batches keep the order of the items in every stage: one that reads what another has just
+written comes after it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tidemill.runner.inputs import InputRows
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
-# Tokens of a micro-batch, at least: with fewer, reading the weights again takes longer than stages side by side save.
+# Tokens of a micro-batch, at least: with fewer, reading the weights again takes longer than stages
+# side by side save.
 _LEAST_TOKENS = 32
 
 SampleFn = Callable[[StepPlan, Batch, torch.Tensor], StepResult]
@@ -30,7 +33,8 @@ SampleFn = Callable[[StepPlan, Batch, torch.Tensor], StepResult]
 def cut_items(
     items: Sequence[StepItem], num_parts: int, may_cut: Sequence[bool]
 ) -> list[list[StepItem]]:
-    """In order, in parts of about as many tokens, none of them empty. `may_cut`: which items may lie in two parts."""
+    """In order, in parts of about as many tokens, none of them empty. `may_cut`: which items may
+    lie in two parts."""
     left = sum(item.count for item in items)
     parts: list[list[StepItem]] = [[]]
     room = -(-left // num_parts)
@@ -60,7 +64,8 @@ class OnlyStage:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
+        # if prompts may have embeddings in the place of tokens
+        self.inputs: InputRows | None = None
 
     def parts(self, plan: StepPlan, state: RowState) -> list[StepPlan]:
         """The micro-batches of a step."""

@@ -1,4 +1,5 @@
-"""The attention of steps on a GPU, and states where layers have them: work lists, grids of kernels, and what layers are given."""
+"""The attention of steps on a GPU, and states where layers have them: work lists, grids of kernels,
+and what layers are given."""
 
 from __future__ import annotations
 

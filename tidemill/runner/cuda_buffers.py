@@ -1,4 +1,5 @@
-"""The memory that graphs of steps read and write: what a step is about, its hidden states, logits and tokens."""
+"""The memory that graphs of steps read and write: what a step is about, its hidden states, logits
+and tokens."""
 
 from __future__ import annotations
 

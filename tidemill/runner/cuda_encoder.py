@@ -1,9 +1,10 @@
 """CudaEncoder: executes the StepPlans of an encoder on a GPU.
 
-An encoder computes an input whole, in one step, and draws no token: a step needs nothing of those before it. So its tokens,
-positions, page tables and tiles of attention are gathered on the host and copied over in one go. Then one CUDA graph is replayed,
-up to the hidden states of its tokens, padded to a few sizes, and these are pooled for all inputs at once. The next step is
-gathered meanwhile.
+An encoder computes an input whole, in one step, and draws no token: a step needs nothing of those
+before it. So its tokens, positions, page tables and tiles of attention are gathered on the host and
+copied over in one go. Then one CUDA graph is replayed, up to the hidden states of its tokens,
+padded to a few sizes, and these are pooled for all inputs at once. The next step is gathered
+meanwhile.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """The offsets in a step's words of 32 bits: first what each token has, then what each input has, then the tiles of attention.
-    A slot has two words."""
+    """The offsets in a step's words of 32 bits: first what each token has, then what each input
+    has, then the tiles of attention. A slot has two words."""
 
     size: int  # tokens
     max_requests: int
@@ -76,13 +77,25 @@ class _Words:
         """Ids, positions, numbers of the inputs, and types."""
         return [words[at : at + self.size] for at in range(HEADER, self.slots, padded(self.size))]
 
-    def write(self, batch: Batch, table: np.ndarray, tiles: np.ndarray, num_programs: int, target: np.ndarray) -> int:
+    def write(
+        self,
+        batch: Batch,
+        table: np.ndarray,
+        tiles: np.ndarray,
+        num_programs: int,
+        target: np.ndarray,
+    ) -> int:
         """`table`: of the inputs. Returns the end."""
         num, num_requests = batch.ids_T.shape[0], batch.rows.size
         target[: self.tiles] = 0
         target[PROMPTS] = self.tiles
         types = 0 if batch.types_T is None else batch.types_T.numpy()
-        own = batch.ids_T.numpy(), batch.positions_T.numpy(), np.repeat(np.arange(num_requests), batch.counts), types
+        own = (
+            batch.ids_T.numpy(),
+            batch.positions_T.numpy(),
+            np.repeat(np.arange(num_requests), batch.counts),
+            types,
+        )
         for at, values in zip(range(HEADER, self.slots, padded(self.size)), own, strict=True):
             target[at : at + num] = values
         target[self.slots : self.slots + 2 * num].view(np.int64)[:] = batch.slots_GT[0].numpy()
@@ -103,34 +116,57 @@ class CudaEncoder:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model, shape = model, model.config
         device = self._device = torch.device("cuda")
-        self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
+        self.state = RowState(
+            config.max_requests, config.max_context, config.page_size, groups=config.layout.groups
+        )
         self._max_requests, self._table_width = config.max_requests, self.state.tables[0].shape[1]
         self._last_type = max(shape.num_token_types - 1, 0)
-        self._sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
-        self._tile = prompt_rows(shape.num_heads // shape.num_kv_heads, by_roles=False) // (shape.num_heads // shape.num_kv_heads)
+        self._sizes = sizes(
+            config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256))
+        )
+        self._tile = prompt_rows(shape.num_heads // shape.num_kv_heads, by_roles=False) // (
+            shape.num_heads // shape.num_kv_heads
+        )
         most = self._words_of(config.token_budget).tiles
-        most += PROMPT_WIDTH.value * (self._num_tiles(config.token_budget) + 2 * self._num_programs(config.token_budget))
+        most += PROMPT_WIDTH.value * (
+            self._num_tiles(config.token_budget) + 2 * self._num_programs(config.token_budget)
+        )
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
-        self._staging = [torch.empty(most, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self._staging = [
+            torch.empty(most, dtype=torch.int32, pin_memory=True)
+            for _ in range(_STEPS_IN_FLIGHT + 1)
+        ]
         self._turn = 0
         cache = torch.zeros(
             config.num_pages + 1, config.layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim,
             dtype=torch.bfloat16, device=device,
         )  # fmt: skip
         self.cache = cache
-        self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=device)
-        angles, biases = model.angles(config.max_context, device), model.distance_biases(config.max_context)
-        self._kv_of = lambda table: PagedKV(cache, [table], attention_specs(shape.layers), angles, config.layout.places, biases)
+        self._hidden = torch.empty(
+            config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=device
+        )
+        angles, biases = (
+            model.angles(config.max_context, device),
+            model.distance_biases(config.max_context),
+        )
+        self._kv_of = lambda table: PagedKV(
+            cache, [table], attention_specs(shape.layers), angles, config.layout.places, biases
+        )
         kv = self._kv_of(self._words[: self._table_width].view(1, -1))
         self._biases = kv.by_distance()
         missing = uncovered("Triton", shape.token_layers)
         self._uses_flex = bool(missing)
-        self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
+        self.fallback = (
+            f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
+        )
         self._copies = torch.cuda.Stream()
         with refused_if_not_compiled() if missing else nullcontext():
             self.compile()
         memory = torch.cuda.graph_pool_handle()
-        self.graphs = {size: capture(self._step(size), memory, run_first=bool(missing)) for size in reversed(self._sizes)}
+        self.graphs = {
+            size: capture(self._step(size), memory, run_first=bool(missing))
+            for size in reversed(self._sizes)
+        }
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
@@ -157,9 +193,13 @@ class CudaEncoder:
             kv, layers = self._kv_of(table), model or self.model
             embedded = layers.embed_at(ids, positions, types)
             if self._uses_flex:
-                made = layers(embedded, FlexAttention(kv).step(numbers, positions, slots, ends[numbers]))
+                made = layers(
+                    embedded, FlexAttention(kv).step(numbers, positions, slots, ends[numbers])
+                )
             else:
-                lists = Lists(self._words, self._words, *grid[:3], self._hidden, self._words, ends=ends)
+                lists = Lists(
+                    self._words, self._words, *grid[:3], self._hidden, self._words, ends=ends
+                )
                 made = layers(embedded, CudaStep(kv, self._biases, lists, positions, slots))
             return self._hidden[:size].copy_(made)
 
@@ -171,7 +211,8 @@ class CudaEncoder:
         steps = [self._step(size) for size in one_of_each_kind(self._sizes)]
         few_layers = self.model.one_layer_of_each_kind()
         with compile_elsewhere(), compile_only():
-            for step in steps if not self._uses_flex else ():  # torch's ops would read what was not computed
+            # torch's ops would read what was not computed
+            for step in steps if not self._uses_flex else ():
                 step.run(model=few_layers)
             self._pool(np.zeros((self._max_requests, 2), np.int32))
             few_layers.compile(nums_rows)
@@ -212,8 +253,13 @@ class CudaEncoder:
         """A sequence of which something is not a number fails: its token is -1."""
         launched.ready.synchronize()
         made = launched.pooled.numpy()
-        by_row = dict(zip(launched.rows, made, strict=True)) | {row: one.numpy() for row, one in launched.each.items()}
-        return StepResult({row: [0 if np.isfinite(one).all() else -1] for row, one in by_row.items()}, pooled=by_row)
+        by_row = dict(zip(launched.rows, made, strict=True)) | {
+            row: one.numpy() for row, one in launched.each.items()
+        }
+        return StepResult(
+            {row: [0 if np.isfinite(one).all() else -1] for row, one in by_row.items()},
+            pooled=by_row,
+        )
 
     def _replay(self, graph: Graph, batch: Batch) -> None:
         self._turn = (self._turn + 1) % len(self._staging)
@@ -221,24 +267,33 @@ class CudaEncoder:
         firsts = batch.last_token + 1 - batch.counts
         tiles = prompts(np.arange(batch.rows.size), batch.starts, batch.counts, firsts, self._tile)
         table = self.state.tables[0].numpy()[batch.rows]
-        end = self._words_of(graph.size).write(batch, table, tiles, graph.grid.prompts, staging.numpy())
+        end = self._words_of(graph.size).write(
+            batch, table, tiles, graph.grid.prompts, staging.numpy()
+        )
         self._words[:end].copy_(staging[:end], non_blocking=True)
         graph.replay()
 
     def _spans(self, batch: Batch) -> np.ndarray:
         """The tokens of each input whose states are added up: all, or one."""
         spans = np.zeros((self._max_requests, 2), np.int32)
-        for i, (row, last, count) in enumerate(zip(batch.rows, batch.last_token, batch.counts, strict=True)):
+        for i, (row, last, count) in enumerate(
+            zip(batch.rows, batch.last_token, batch.counts, strict=True)
+        ):
             params = self.state.params[row]
             assert params is not None
             first = last + 1 - count
-            spans[i] = {"mean": (first, count), "last": (last, 1)}.get(params.pooling or "", (first, 1))
+            spans[i] = {"mean": (first, count), "last": (last, 1)}.get(
+                params.pooling or "", (first, 1)
+            )
         return spans
 
     def _each(self, batch: Batch) -> dict[int, torch.Tensor]:
-        """The states of all tokens of inputs that are not pooled, by row, out of the way of the next step's."""
+        """The states of all tokens of inputs that are not pooled, by row, out of the way of the
+        next step's."""
         made = {}
-        for row, last, count in zip(batch.rows.tolist(), batch.last_token, batch.counts, strict=True):
+        for row, last, count in zip(
+            batch.rows.tolist(), batch.last_token, batch.counts, strict=True
+        ):
             params = self.state.params[row]
             if params is not None and params.pooling == "none":
                 made[row] = self._hidden[last + 1 - count : last + 1].double().flatten()
@@ -247,4 +302,8 @@ class CudaEncoder:
     def _pool(self, spans: np.ndarray) -> torch.Tensor:
         """The pooled states of as many inputs as there may be, so that matmuls have one shape."""
         made = pool(self._hidden, upload(spans, self._device))
-        return made if self.model.config.labels is None else self.model.scores(made.to(self._hidden.dtype))
+        return (
+            made
+            if self.model.config.labels is None
+            else self.model.scores(made.to(self._hidden.dtype))
+        )

@@ -1,4 +1,5 @@
-"""CUDA graphs: for which numbers of tokens there is one, how it is captured, and what stands in its place where none can be."""
+"""CUDA graphs: for which numbers of tokens there is one, how it is captured, and what stands in its
+place where none can be."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def microbatches(among: Collection[int]) -> dict[int, int]:
-    """By size, where a step of so many tokens is cut in two: both parts are sizes, too, as alike as can be."""
+    """By size, where a step of so many tokens is cut in two: both parts are sizes, too, as alike as
+    can be."""
     made = {}
     for size in among:
         firsts = [first for first in among if first < size and size - first in among]
@@ -138,7 +140,8 @@ def microbatches(among: Collection[int]) -> dict[int, int]:
 
 
 def one_of_each_kind(among: Iterable[int]) -> list[int]:
-    """Sizes that use every kernel which any of them uses: which one a matmul takes changes at a few numbers of rows."""
+    """Sizes that use every kernel which any of them uses: which one a matmul takes changes at a few
+    numbers of rows."""
     return list({choice_of(size): size for size in among}.values())
 
 

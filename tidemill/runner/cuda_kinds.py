@@ -1,7 +1,9 @@
-"""The two kinds of steps that every engine on a GPU has: one in which every sequence decodes, and one with prompts among them.
+"""The two kinds of steps that every engine on a GPU has: one in which every sequence decodes, and
+one with prompts among them.
 
-A step in which every sequence decodes is one replay of a CUDA graph, from token lookup to the sampled token in its row; a step
-with prompts replays one up to hidden states, or to the last layer's keys and values (cuda_last.py).
+A step in which every sequence decodes is one replay of a CUDA graph, from token lookup to the
+sampled token in its row; a step with prompts replays one up to hidden states, or to the last
+layer's keys and values (cuda_last.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The last layer of a step with prompts, on a GPU: of most of a prompt's tokens only keys and values are ever read.
+"""The last layer of a step with prompts, on a GPU: of most of a prompt's tokens only keys and
+values are ever read.
 
-A graph of many tokens ends with the last layer's keys and values. The tokens that yield logits then go through that layer as
-those of a decode step do, in a graph of their own, up to the sampled tokens. Their bits are the same: no kernel's depend on the
-batch. Their keys and values are written a second time.
+A graph of many tokens ends with the last layer's keys and values. The tokens that yield logits then
+go through that layer as those of a decode step do, in a graph of their own, up to the sampled
+tokens. Their bits are the same: no kernel's depend on the batch. Their keys and values are written
+a second time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, ForwardFn, Sampled
 from tidemill.runner.cuda_step import CudaStep
 from tidemill.runner.cuda_work import Work
 
-FROM_TOKENS = 512  # of a graph: below, a layer takes as long as reading its weights, and they would be read twice
+# of a graph: below, a layer takes as long as reading its weights, and they would be read twice
+FROM_TOKENS = 512
 
 
 class AllLayers:

@@ -1,5 +1,5 @@
-"""Steps on a GPU in two microbatches that run beside each other, for the sizes at which a trial finds them faster, or for all if
-that is asked for."""
+"""Steps on a GPU in two microbatches that run beside each other, for the sizes at which a trial
+finds them faster, or for all if that is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Page moves of a GPU: pinned host memory, one stream for stores and one for loads, beside the stream that computes."""
+"""Page moves of a GPU: pinned host memory, one stream for stores and one for loads, beside the
+stream that computes."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ class CudaMover(PageMover):
         self._pages = pages
         self._slots = self._pinned(num_slots)
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
-        self._staging = {tier: _Staging(self._pinned(1)[0], torch.cuda.Stream()) for tier in (Tier.DISK, Tier.PEER)}
-        self._leaving = self._pinned(0 if outside.exporter is None else MOST_EXPORTS)  # pages on their way to other engines
+        self._staging = {
+            tier: _Staging(self._pinned(1)[0], torch.cuda.Stream())
+            for tier in (Tier.DISK, Tier.PEER)
+        }
+        # pages on their way to other engines
+        self._leaving = self._pinned(0 if outside.exporter is None else MOST_EXPORTS)
         self._places = deque(range(len(self._leaving)))  # of it, that are free
-        self._left: dict[int, tuple[int, torch.cuda.Event]] = {}  # by number of an export: its place, and when it is there
+        # by number of an export: its place, and when it is there
+        self._left: dict[int, tuple[int, torch.cuda.Event]] = {}
         self._under_way: deque[_Part] = deque()
         self._storing: dict[int, torch.cuda.Event] = {}  # by page
         self._filling: dict[int, torch.cuda.Event] = {}  # by slot
-        self._may_load: dict[int, list[torch.cuda.Event]] = {}  # by number of a load from outside: what it waits for
+        # by number of a load from outside: what it waits for
+        self._may_load: dict[int, list[torch.cuda.Event]] = {}
         super().__init__(outside)
 
     def _pinned(self, num_pages: int) -> torch.Tensor:
@@ -54,7 +61,8 @@ class CudaMover(PageMover):
 
     @torch.inference_mode()
     def store(self, moves: Sequence[PageMove], written: Collection[int]) -> None:
-        """The step that computes what is stored was launched before; a step that writes to it is launched after."""
+        """The step that computes what is stored was launched before; a step that writes to it is
+        launched after."""
         stores = [move for move in moves if not move.is_load]
         to_host = [move for move in stores if move.tier is Tier.HOST]
         exported = [move for move in stores if move.tier is Tier.EXPORT and move.source != NOWHERE]
@@ -69,7 +77,9 @@ class CudaMover(PageMover):
             if move.tier is not Tier.HOST:
                 self._workers[move.tier].add(move)
         self._forget_past()
-        for event in {id(event): event for page, event in self._storing.items() if page in written}.values():
+        for event in {
+            id(event): event for page, event in self._storing.items() if page in written
+        }.values():
             torch.cuda.current_stream().wait_event(event)
 
     @torch.inference_mode()
@@ -129,7 +139,13 @@ class CudaMover(PageMover):
 
     # ---- inside
 
-    def _copy(self, moves: list[PageMove], stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> list[_Part]:
+    def _copy(
+        self,
+        moves: list[PageMove],
+        stream: torch.cuda.Stream,
+        source: torch.Tensor,
+        target: torch.Tensor,
+    ) -> list[_Part]:
         parts = []
         with torch.cuda.stream(stream):
             for first in range(0, len(moves), _AT_ONCE):
@@ -143,9 +159,13 @@ class CudaMover(PageMover):
         self._under_way += parts
         return parts
 
-    def _stores_before(self, to_pages: Sequence[PageMove], from_slots: Sequence[PageMove]) -> list[torch.cuda.Event]:
+    def _stores_before(
+        self, to_pages: Sequence[PageMove], from_slots: Sequence[PageMove]
+    ) -> list[torch.cuda.Event]:
         """Stores that read the pages or fill the slots of these loads."""
-        events = [self._storing.get(move.target) for move in to_pages] + [self._filling.get(move.source) for move in from_slots]
+        events = [self._storing.get(move.target) for move in to_pages] + [
+            self._filling.get(move.source) for move in from_slots
+        ]
         return list({id(event): event for event in events if event is not None}.values())
 
     def _forget_past(self) -> None:
@@ -198,7 +218,9 @@ class CudaMover(PageMover):
         place, ended = self._left.pop(move.number)
         try:
             ended.synchronize()
-            self.written[move.number] = exporter.write(move.target, move.key, self._leaving[place].numpy())
+            self.written[move.number] = exporter.write(
+                move.target, move.key, self._leaving[place].numpy()
+            )
         finally:
             self._places.append(place)
         return self._pages.shape[1]

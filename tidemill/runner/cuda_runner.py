@@ -1,11 +1,13 @@
-"""CudaRunner: executes StepPlans on a GPU, one step ahead of the host. Its slots are put together in make_cuda.py.
+"""CudaRunner: executes StepPlans on a GPU, one step ahead of the host. Its slots are put together
+in make_cuda.py.
 
 A launch stages what changed, copies it over in one go and starts the step; nothing waits for the
 device. The next input token is read from the row on the device, never from the host. What a step is
 about goes into one buffer that all graphs read; which graph computes it is up to its kind
 (cuda_kinds.py). Tokens come back on a stream of their own.
 
-At start every kernel is compiled (in parallel), loaded and run before the graphs are captured; afterwards nothing is.
+At start every kernel is compiled (in parallel), loaded and run before the graphs are captured;
+afterwards nothing is.
 """
 
 from __future__ import annotations

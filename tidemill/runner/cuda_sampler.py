@@ -1,7 +1,9 @@
-"""Sampling stages beyond a temperature, on the GPU. Only the sequences that need them are touched; nothing waits for the device.
+"""Sampling stages beyond a temperature, on the GPU. Only the sequences that need them are touched;
+nothing waits for the device.
 
-Stages and their order are sampler.STAGES. Adjustments change a copy of a sequence's logits; restrictions become an interval of
-logits (kernels/cuda/sampling.py). Logprobs are of the logits as the model gave them.
+Stages and their order are sampler.STAGES. Adjustments change a copy of a sequence's logits;
+restrictions become an interval of logits (kernels/cuda/sampling.py). Logprobs are of the logits as
+the model gave them.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ class LogprobsReport:
     num_top: list[int]
     scores: Scores
     named: list[tuple[int, ...]]  # by row: tokens that are reported instead of the likeliest
-    above: torch.Tensor | None = None  # their logits less that of the chosen token, one row after another
+    # their logits less that of the chosen token, one row after another
+    above: torch.Tensor | None = None
 
     def to_host(self) -> LogprobsReport:
         above = None if self.above is None else to_host(self.above)
-        return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores), self.named, above)
+        return LogprobsReport(
+            self.rows, self.num_top, scores_to_host(self.scores), self.named, above
+        )
 
     def read(self, result: StepResult) -> None:
         number = Counter[int]()  # of its draws, by row
@@ -52,7 +57,9 @@ class LogprobsReport:
         above = [] if self.above is None else self.above.tolist()
         for k, ids in enumerate(self.named):
             if ids:
-                entries[k] = with_named(entries[k], ids, [entries[k].logprob + more for more in above[: len(ids)]])
+                entries[k] = with_named(
+                    entries[k], ids, [entries[k].logprob + more for more in above[: len(ids)]]
+                )
                 del above[: len(ids)]
         result.take_logprobs(self.rows, dict(enumerate(entries)))
 
@@ -79,16 +86,28 @@ class CudaSampler:
         }
 
     def redraw(
-        self, entries: list[int], rows: list[int], positions: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor
+        self,
+        entries: list[int],
+        rows: list[int],
+        positions: list[int],
+        logits_SV: torch.Tensor,
+        tokens_S: torch.Tensor,
     ) -> None:
-        """Draw again for those entries of a step, whose rows and positions of the token to be drawn are given: into their rows
-        and `tokens_S`, where a failed draw (-1) stays one."""
+        """Draw again for those entries of a step, whose rows and positions of the token to be drawn
+        are given: into their rows and `tokens_S`, where a failed draw (-1) stays one."""
         for first in range(0, len(rows), self._at_once):
             part = slice(first, first + self._at_once)
             params = [self._params(row) for row in rows[part]]
-            self._redraw(np.array(entries[part]), Samples(rows[part], params, positions[part]), logits_SV, tokens_S)
+            self._redraw(
+                np.array(entries[part]),
+                Samples(rows[part], params, positions[part]),
+                logits_SV,
+                tokens_S,
+            )
 
-    def _redraw(self, entries: np.ndarray, samples: Samples, logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    def _redraw(
+        self, entries: np.ndarray, samples: Samples, logits_SV: torch.Tensor, tokens_S: torch.Tensor
+    ) -> None:
         state = self._state
         stages = samples.stages(state)
         changed = [i for i, names in enumerate(stages) if not names.isdisjoint(ADJUSTMENTS)]
@@ -102,24 +121,40 @@ class CudaSampler:
                 if which:
                     self._adjustments[name](adjusted, which, samples.only(changed))
         records = np.zeros(len(samples.rows), RECORD)
-        for field, values in (("entry", entries), ("row", samples.rows), ("position", samples.positions), ("source", source)):
+        for field, values in (
+            ("entry", entries),
+            ("row", samples.rows),
+            ("position", samples.positions),
+            ("source", source),
+        ):
             records[field] = values
         records["position"] -= 1
         records["top_k"] = [p.top_k for p in samples.params]
         records["top_p"] = [p.top_p for p in samples.params]
-        records["log_min_p"] = [math.log(p.min_p) if p.min_p > 0 else _NEVER for p in samples.params]
+        records["log_min_p"] = [
+            math.log(p.min_p) if p.min_p > 0 else _NEVER for p in samples.params
+        ]
         records["typical_p"] = [p.typical_p for p in samples.params]
         words = upload(records.view(np.int32).reshape(len(records), -1), self._device)
         every = frozenset().union(*stages)
         limited = not every.isdisjoint(("top_k", "top_p", "min_p", "typical_p"))
         if limited:
             thresholds = not every.isdisjoint(("top_k", "top_p"))
-            find_limits(logits_SV, adjusted, words, state.draws, self._work, thresholds, thresholds or "typical_p" in every)
+            find_limits(
+                logits_SV,
+                adjusted,
+                words,
+                state.draws,
+                self._work,
+                thresholds,
+                thresholds or "typical_p" in every,
+            )
         redraw(logits_SV, adjusted, words, state.draws, state.tokens, tokens_S, self._work, limited)
 
     def warm_up(self, model: CausalLM, hidden_TH: torch.Tensor, logits_NV: torch.Tensor) -> None:
-        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. Hidden states and
-        logits: the room for those of a step. All rows must be unused."""
+        """Run every stage once, for few sequences and for many, so that nothing is compiled or
+        loaded later. Hidden states and logits: the room for those of a step. All rows must be
+        unused."""
         state, num_tokens = self._state, logits_NV.shape[1]
         logits_NV.zero_()
         hidden_TH.zero_()
@@ -129,16 +164,31 @@ class CudaSampler:
             logprob_token_ids=(0, 1), prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
         before = state.masks, list(state.params), list(state.num_prompt)
-        for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
-            rows = [i % len(state.params) for i in range(num)]  # one with drafts draws several times
+        for num in sorted(
+            {
+                min(num, logits_NV.shape[0])
+                for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])
+            }
+        ):
+            # one with drafts draws several times
+            rows = [i % len(state.params) for i in range(num)]
             entries, logits, reports = list(range(num)), logits_NV[:num], list[Report]()
             tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
-            for params in (SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9), everything):
-                state.masks = {(row, 1): np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
+            for params in (
+                SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
+                SamplingParams(typical_p=0.9),
+                everything,
+            ):
+                state.masks = {
+                    (row, 1): np.zeros(-(-num_tokens // 32), np.int32)
+                    for row in rows
+                    if params is everything
+                }
                 state.params[:] = [params] * len(state.params)
                 self.redraw(entries, rows, [1] * num, logits, tokens)
             reports.append(self.logprobs(entries, rows, logits, tokens))
-            count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)  # a token more: in two parts
+            # a token more: in two parts
+            count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)
             state.num_prompt[0] = count + 1
             item = StepItem(seq=0, row=0, start=0, count=count, samples=False, epoch=0)
             reports.append(look_at_prompt(model, state, item, hidden_TH[:count], score, logits))
@@ -147,21 +197,33 @@ class CudaSampler:
         state.masks, state.params[:], state.num_prompt[:] = before
         state.tokens.zero_()
 
-    def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:
+    def logprobs(
+        self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor
+    ) -> LogprobsReport:
         which, num_top = self._ints(entries), [self._params(row).logprobs or 0 for row in rows]
-        most = MAX_LOGPROBS if any(num_top) else 0  # as many for all: which of equal values are the best may depend on it
+        # as many for all: which of equal values are the best may depend on it
+        most = MAX_LOGPROBS if any(num_top) else 0
         named = [self._params(row).logprob_token_ids for row in rows]
         scores = score(logits_SV.index_select(0, which), tokens_S[which], most)
-        return LogprobsReport(rows, num_top, scores, named, self._above(entries, named, logits_SV, tokens_S))
+        return LogprobsReport(
+            rows, num_top, scores, named, self._above(entries, named, logits_SV, tokens_S)
+        )
 
     def _above(
-        self, entries: list[int], named: list[tuple[int, ...]], logits_SV: torch.Tensor, tokens_S: torch.Tensor
+        self,
+        entries: list[int],
+        named: list[tuple[int, ...]],
+        logits_SV: torch.Tensor,
+        tokens_S: torch.Tensor,
     ) -> torch.Tensor | None:
         pairs = [(i, token) for i, ids in zip(entries, named, strict=True) for token in ids]
         if not pairs:
             return None
         where = self._ints([i for i, _ in pairs])
-        return logits_SV[where, self._ints([token for _, token in pairs])] - logits_SV[where, tokens_S[where].long().clamp(min=0)]
+        return (
+            logits_SV[where, self._ints([token for _, token in pairs])]
+            - logits_SV[where, tokens_S[where].long().clamp(min=0)]
+        )
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]
@@ -185,33 +247,48 @@ class CudaSampler:
         logits[at] = logits[at].masked_fill(~fits, _NEVER)
 
     def _add_bias(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
-        biases = [(i, token, bias) for i in which for token, bias in samples.params[i].logit_bias.items()]
+        biases = [
+            (i, token, bias) for i in which for token, bias in samples.params[i].logit_bias.items()
+        ]
         where, tokens, values = zip(*biases, strict=True)
         place = (self._ints(where), self._ints(tokens))
         logits.index_put_(place, logits[place] + self._floats(values))
 
     def _keep_allowed(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
-        where, tokens = zip(*((i, token) for i in which for token in samples.params[i].allowed_token_ids), strict=True)
+        where, tokens = zip(
+            *((i, token) for i in which for token in samples.params[i].allowed_token_ids),
+            strict=True,
+        )
         place = (self._ints(where), self._ints(tokens))
         kept = logits[place]
         logits[self._ints(which)] = self._never
         logits.index_put_(place, kept)
 
     def _hold_back_words(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
-        """The last token of a word may not follow the others. What the output ends with is known on the device alone."""
+        """The last token of a word may not follow the others. What the output ends with is known on
+        the device alone."""
         words = [(i, word) for i in which for word in samples.params[i].bad_word_ids]
         longest = max(max(len(word) for _, word in words) - 1, 1)
-        begun = np.full((len(words), longest), -1, np.int64)  # -1: any token; words are aligned at their end
+        # -1: any token; words are aligned at their end
+        begun = np.full((len(words), longest), -1, np.int64)
         for number, (_, word) in enumerate(words):
             begun[number, longest - len(word) + 1 :] = word[:-1]
-        positions = np.array([samples.positions[i] for i, _ in words])[:, None] - np.arange(longest, 0, -1)
-        outside = positions < np.array([self._state.num_prompt[samples.rows[i]] for i, _ in words])[:, None]
+        positions = np.array([samples.positions[i] for i, _ in words])[:, None] - np.arange(
+            longest, 0, -1
+        )
+        outside = (
+            positions
+            < np.array([self._state.num_prompt[samples.rows[i]] for i, _ in words])[:, None]
+        )
         begun[outside & (begun >= 0)] = -2  # no token
-        ends = self._state.tokens[self._ints([samples.rows[i] for i, _ in words])[:, None], self._ints(positions.clip(0))]
+        ends = self._state.tokens[
+            self._ints([samples.rows[i] for i, _ in words])[:, None], self._ints(positions.clip(0))
+        ]
         wanted = self._ints(begun)
         follows = ((ends == wanted) | (wanted == -1)).all(1)
         place = (self._ints([i for i, _ in words]), self._ints([word[-1] for _, word in words]))
-        logits.index_put_(place, torch.where(follows, self._never, 0.0), accumulate=True)  # two words may end alike
+        # two words may end alike
+        logits.index_put_(place, torch.where(follows, self._never, 0.0), accumulate=True)
 
     def _hold_back_stops(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
         stops = [(i, token) for i in which for token in samples.held_back(i, self._state)]
@@ -228,12 +305,17 @@ class CudaSampler:
         column = self._columns[: ids.shape[1]]
         begins = self._ints([samples.window_start(i) for i in which]).unsqueeze(1)
         known = (column < self._ints(positions).unsqueeze(1)) & (column >= begins)
-        output = known & (column >= self._ints([state.num_prompt[row] for row in rows]).unsqueeze(1))
+        output = known & (
+            column >= self._ints([state.num_prompt[row] for row in rows]).unsqueeze(1)
+        )
         values = logits[at]
-        seen = torch.zeros_like(values).scatter_add_(1, ids, known.float()) > 0  # sums of ones: exact in any order
+        # sums of ones: exact in any order
+        seen = torch.zeros_like(values).scatter_add_(1, ids, known.float()) > 0
         counts = torch.zeros_like(values).scatter_add_(1, ids, output.float())
         repetition = self._floats([p.repetition_penalty for p in params]).unsqueeze(1)
         frequency = self._floats([p.frequency_penalty for p in params]).unsqueeze(1)
         presence = self._floats([p.presence_penalty for p in params]).unsqueeze(1)
         repeated = torch.where(values > 0, values / repetition, values * repetition)
-        logits[at] = torch.where(seen, repeated, values) - (counts * frequency + (counts > 0) * presence)
+        logits[at] = torch.where(seen, repeated, values) - (
+            counts * frequency + (counts > 0) * presence
+        )

@@ -1,5 +1,5 @@
-"""The end of a step on a GPU: rows that want more than a temperature are sampled again, and what is asked about tokens is
-collected."""
+"""The end of a step on a GPU: rows that want more than a temperature are sampled again, and what is
+asked about tokens is collected."""
 
 from __future__ import annotations
 

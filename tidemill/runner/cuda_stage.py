@@ -1,4 +1,5 @@
-"""A stage of a pipeline on a GPU. Hidden states go from one to the next through the host, a step at a time."""
+"""A stage of a pipeline on a GPU. Hidden states go from one to the next through the host, a step at
+a time."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class OnlyStage:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
+        # if prompts may have embeddings in the place of tokens
+        self.inputs: InputRows | None = None
 
     def embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """The hidden states that the first layer here starts from."""

@@ -1,5 +1,6 @@
-"""Drafts that are trees, on a GPU (see kernels/trees.py): where each lies, what it sees, and what happens when the right ones are
-known. A draft is an entry of the step like a request of its own, which reads its ancestors' keys by its record in `paths`."""
+"""Drafts that are trees, on a GPU (see kernels/trees.py): where each lies, what it sees, and what
+happens when the right ones are known. A draft is an entry of the step like a request of its own,
+which reads its ancestors' keys by its record in `paths`."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ class CudaTrees:
     def write(
         self, items: Iterable[StepItem], table: np.ndarray, trees: Mapping[int, Sequence[int]]
     ) -> np.ndarray:
-        """`table`: row, start and count of the step's entries, drafts one by one; starts of those of trees become their
-        positions. Returns the position of each entry from which on keys are its own."""
+        """`table`: row, start and count of the step's entries, drafts one by one; starts of those
+        of trees become their positions. Returns the position of each entry from which on keys are
+        its own."""
         starts, counts = table[:, 1], table[:, 2]
         ends = np.cumsum(counts)
         places = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1], dtype=np.int32)
@@ -68,8 +70,8 @@ class CudaTrees:
 def settle(
     kv: PagedKV, state: RowState, tables: Sequence[np.ndarray], plan: StepPlan, drawn: Sequence[int]
 ) -> None:
-    """Tokens, and keys and values of right drafts, go where the next step looks for them. `tables`: page tables of each KV
-    group, on the host."""
+    """Tokens, and keys and values of right drafts, go where the next step looks for them. `tables`:
+    page tables of each KV group, on the host."""
     items = [item for item in plan.items if item.num_draws]
     paths = right_drafts(items, plan.drafts, plan.trees, drawn)
     tokens = accept(items, plan.drafts, drawn, paths)

@@ -1,5 +1,5 @@
-"""A step's work as lists of integers, made on the host with numpy: which tokens, and what the kernels of attention and states do
-for them."""
+"""A step's work as lists of integers, made on the host with numpy: which tokens, and what the
+kernels of attention and states do for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tidemill.sched.plan import StepItem
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
-_NO_PROMPTS, _NO_COPIES = (np.zeros((0, width.value), np.int32) for width in (records.PROMPT_WIDTH, records.COPY_WIDTH))
+_NO_PROMPTS, _NO_COPIES = (
+    np.zeros((0, width.value), np.int32) for width in (records.PROMPT_WIDTH, records.COPY_WIDTH)
+)
 
 
 def _records(width: tl.constexpr, *fields: tuple[tl.constexpr, np.ndarray]) -> np.ndarray:
@@ -28,7 +30,8 @@ def _records(width: tl.constexpr, *fields: tuple[tl.constexpr, np.ndarray]) -> n
 
 
 def padded(size: int) -> int:
-    """Room for so many tokens' words: what follows begins at a multiple of 16 bytes, whatever the size."""
+    """Room for so many tokens' words: what follows begins at a multiple of 16 bytes, whatever the
+    size."""
     return -(-size // 4) * 4
 
 
@@ -43,29 +46,50 @@ class Work:
     members: np.ndarray
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
-    state_sequences: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
-    copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)  # pages of prompts that are copied
-    second_half: Work | None = None  # of a step in two halves: this one's lists are those of the first, that one's of the second
+    # sequences of which states are computed
+    state_sequences: np.ndarray = field(default_factory=lambda: _NONE)
+    # pages of prompts that are copied
+    copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
+    # of a step in two halves: this one's lists are those of the first, that one's of the second
+    second_half: Work | None = None
 
     @property
     def has_singles(self) -> bool:
-        return self.singles.size > 0 or (self.second_half is not None and self.second_half.has_singles)
+        return self.singles.size > 0 or (
+            self.second_half is not None and self.second_half.has_singles
+        )
 
     @property
     def shares(self) -> bool:
         return self.shared.size > 0 or (self.second_half is not None and self.second_half.shares)
 
-    def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, ...]) -> int:
-        """All of it to the start of `target`, tokens padded to `size` and each list followed by as many zeros as its
-        kernel has programs. Returns where `last` begins; its end is the end."""
+    def write(
+        self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, ...]
+    ) -> int:
+        """All of it to the start of `target`, tokens padded to `size` and each list followed by as
+        many zeros as its kernel has programs. Returns where `last` begins; its end is the end."""
         num, at = self.rows.size, HEADER
         for values, rest in ((self.rows, padding_row), (self.positions, 0)):
             target[at : at + num], target[at + num : at + padded(size)] = values, rest
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, self.prompts, self.state_sequences, self.copies),
-            (programs[0], programs[1], 0, 2 * programs[2], (*programs, 0)[3], COPY_PROGRAMS if programs[2] else 0),
+            (
+                self.singles,
+                self.shared,
+                self.members,
+                self.prompts,
+                self.state_sequences,
+                self.copies,
+            ),
+            (
+                programs[0],
+                programs[1],
+                0,
+                2 * programs[2],
+                (*programs, 0)[3],
+                COPY_PROGRAMS if programs[2] else 0,
+            ),
             strict=True,
         ):
             places.append(at)
@@ -87,13 +111,15 @@ def singles(
     at_once: int = 1,
     bases: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The work of sequences with one new token each: a record for every split that a sequence has to itself; splits that
-    sequences share, and their members. `tables`: the page tables of all rows, of each KV group. `at_once`: tokens of a record, at
-    most: of a token and the drafts after it. `bases`: of drafts that are trees, from where on keys are those of a path; nobody
-    shares such splits.
+    """The work of sequences with one new token each: a record for every split that a sequence has
+    to itself; splits that sequences share, and their members. `tables`: the page tables of all
+    rows, of each KV group. `at_once`: tokens of a record, at most: of a token and the drafts after
+    it. `bases`: of drafts that are trees, from where on keys are those of a path; nobody shares
+    such splits.
 
-    A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
-    in common in every group, they have in common. Where both have given the page back, neither sees it."""
+    A page that two requests have at the same place says that they are the same up to its end: a
+    split whose last page they have in common in every group, they have in common. Where both have
+    given the page back, neither sees it."""
     if not tables:
         return _NONE, _NONE, _NONE
     num_splits = positions // SPLIT + 1
@@ -117,10 +143,12 @@ def singles(
                 complete[order], starts[counts > 1], counts[counts > 1], members_per_tile, request, split, rows, positions, tokens
             ), False  # fmt: skip
     counts = _with_drafts(rows, positions, num_splits, at_once)
-    own[(first_slot + num_splits - 1)[counts == 0]] = False  # the last split of those that are in another's record
+    # the last split of those that are in another's record
+    own[(first_slot + num_splits - 1)[counts == 0]] = False
     mine = np.flatnonzero(own)
     keys = np.minimum(positions[request[mine]] + 1 - split[mine] * SPLIT, SPLIT)
-    mine = mine[np.argsort(-keys.astype(np.int16), kind="stable")]  # those with most keys first, as tiles of prompts
+    # those with most keys first, as tiles of prompts
+    mine = mine[np.argsort(-keys.astype(np.int16), kind="stable")]
     num_here = np.bincount(request[mine], minlength=rows.size)
     who = request[mine]
     made = _records(
@@ -137,11 +165,18 @@ def singles(
     return made, shared, members
 
 
-def _with_drafts(rows: np.ndarray, positions: np.ndarray, num_splits: np.ndarray, at_once: int) -> np.ndarray:
-    """The number of tokens in each token's record: it and those after it, or 0, if it is in the record of one before it. All but
-    their last split, such tokens share in any case, so that they have one record."""
+def _with_drafts(
+    rows: np.ndarray, positions: np.ndarray, num_splits: np.ndarray, at_once: int
+) -> np.ndarray:
+    """The number of tokens in each token's record: it and those after it, or 0, if it is in the
+    record of one before it. All but their last split, such tokens share in any case, so that they
+    have one record."""
     counts = np.ones(rows.size, np.int32)
-    goes_on = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1) & (num_splits[1:] == num_splits[:-1])
+    goes_on = (
+        (rows[1:] == rows[:-1])
+        & (positions[1:] == positions[:-1] + 1)
+        & (num_splits[1:] == num_splits[:-1])
+    )
     if at_once == 1 or not goes_on.any():
         return counts
     begins = np.flatnonzero(np.concatenate([[True], ~goes_on]))
@@ -172,12 +207,17 @@ def _groups(
     positions: np.ndarray,
     tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by side. A tile has the page
-    table of the member that is behind all others: of a layer with a window, it alone has all pages that any of them sees."""
+    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by
+    side. A tile has the page table of the member that is behind all others: of a layer with a
+    window, it alone has all pages that any of them sees."""
     num_tiles = -(-counts // per_tile)
     group = np.repeat(np.arange(starts.size), num_tiles)
-    offset = (np.arange(group.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * per_tile
-    inside = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    offset = (
+        np.arange(group.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    ) * per_tile
+    inside = np.concatenate(
+        [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    )
     begins, who = np.cumsum(counts) - counts, entry[inside]  # an entry's number is also its slot
     by_position = np.lexsort((positions[request[who]], np.repeat(np.arange(counts.size), counts)))
     first, member_start = who[by_position[begins[group]]], begins[group] + offset
@@ -188,16 +228,28 @@ def _groups(
         (records.SHARED_SPLIT, split[first]),
         (records.SHARED_ROW, rows[request[first]]),
     )
-    return tiles, _records(records.MEMBER_WIDTH, (records.MEMBER_TOKEN, tokens[request[who]]), (records.MEMBER_SLOT, who))
+    return tiles, _records(
+        records.MEMBER_WIDTH,
+        (records.MEMBER_TOKEN, tokens[request[who]]),
+        (records.MEMBER_SLOT, who),
+    )
 
 
 def prompts(
-    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np.ndarray, tile_len: int, copies: np.ndarray | None = None
+    rows: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    firsts: np.ndarray,
+    tile_len: int,
+    copies: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Tiles of prompts, those with most keys first: the longest should not be the last to start. `copies`: see `copied`."""
+    """Tiles of prompts, those with most keys first: the longest should not be the last to start.
+    `copies`: see `copied`."""
     num_tiles = -(-counts // tile_len)
     request = np.repeat(np.arange(rows.size), num_tiles)
-    offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_len
+    offset = (
+        np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    ) * tile_len
     lens, first_positions = np.minimum(counts[request] - offset, tile_len), starts[request] + offset
     tiles = _records(
         records.PROMPT_WIDTH,
@@ -227,7 +279,8 @@ def copied(rows: np.ndarray, ends: np.ndarray, room: int) -> tuple[np.ndarray, n
 
 
 def state_sequences(items: np.ndarray) -> np.ndarray:
-    """Sequences whose states a step computes, those with most tokens first. `items`: [n, 3] row, start, count."""
+    """Sequences whose states a step computes, those with most tokens first. `items`: [n, 3] row,
+    start, count."""
     rows, starts, counts = items.T
     made = _records(
         records.CHAIN_WIDTH,
@@ -240,8 +293,8 @@ def state_sequences(items: np.ndarray) -> np.ndarray:
 
 
 def parts(item: StepItem) -> list[tuple[int, int, int, bool]]:
-    """Row, start, count, samples. A token that is followed by a draft is like a request of its own: its bits are the same, and
-    keys and values that they have in common are read once."""
+    """Row, start, count, samples. A token that is followed by a draft is like a request of its own:
+    its bits are the same, and keys and values that they have in common are read once."""
     if not item.num_drafts:
         return [(item.row, item.start, item.count, item.samples)]
     first = item.count - item.num_draws
@@ -259,23 +312,37 @@ def make_work(
     bases: np.ndarray | None = None,
     room: int = 0,
 ) -> Work:
-    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. `room`: for copies of
-    pages. The rest: tokens of a tile or a record."""
+    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see
+    `singles`. `room`: for copies of pages. The rest: tokens of a tile or a record."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts
     one = counts == 1
     if one.all():
-        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile, at_once, bases)
-        return Work(rows, starts, single, shared, members, _NO_PROMPTS, np.flatnonzero(samples).astype(np.int32))
+        single, shared, members = singles(
+            rows, starts, firsts, tables, members_per_tile, at_once, bases
+        )
+        return Work(
+            rows,
+            starts,
+            single,
+            shared,
+            members,
+            _NO_PROMPTS,
+            np.flatnonzero(samples).astype(np.int32),
+        )
     own = None if bases is None else bases[one]
-    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile, at_once, own)
+    single, shared, members = singles(
+        rows[one], starts[one], firsts[one], tables, members_per_tile, at_once, own
+    )
     more = ~one
     copies, pages = copied(rows[more], (starts + counts)[more], room)
     longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile, copies)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)
     last = (ends - 1)[samples]
-    return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last, copies=pages)
+    return Work(
+        np.repeat(rows, counts), positions, single, shared, members, longer, last, copies=pages
+    )
 
 
 def make_microbatches(
@@ -287,24 +354,36 @@ def make_microbatches(
     prompt_tile: int,
     at_once: int = 1,
 ) -> Work:
-    """A step cut in two after so many tokens, of which it has more: a prompt may have tokens in both."""
+    """A step cut in two after so many tokens, of which it has more: a prompt may have tokens in
+    both."""
     ends = np.cumsum(items[:, 2])
     begins = ends - items[:, 2]
     before, after = begins < num_first, ends > num_first
     first, second = items[before], items[after]
-    too_many, taken = np.maximum(ends[before] - num_first, 0), np.maximum(num_first - begins[after], 0)
+    too_many, taken = (
+        np.maximum(ends[before] - num_first, 0),
+        np.maximum(num_first - begins[after], 0),
+    )
     first[:, 2] -= too_many
     second[:, 1] += taken
     second[:, 2] -= taken
     how = tables, members_per_tile, prompt_tile, at_once
-    one, other = make_work(first, samples[before] & (too_many == 0), *how), make_work(second, samples[after], *how)
+    one, other = (
+        make_work(first, samples[before] & (too_many == 0), *how),
+        make_work(second, samples[after], *how),
+    )
     is_single = first[:, 2] == 1
-    num_slots = int((first[is_single, 1] // SPLIT + 1).sum())  # partial results of the first half come before the second's
+    # partial results of the first half come before the second's
+    num_slots = int((first[is_single, 1] // SPLIT + 1).sum())
     if other.singles.size:
         other.singles[:, records.SINGLE_SLOT.value] += num_slots
     if other.members.size:
         other.members[:, records.MEMBER_SLOT.value] += num_slots
-    rows, positions = (np.concatenate(both) for both in ((one.rows, other.rows), (one.positions, other.positions)))
+    rows, positions = (
+        np.concatenate(both) for both in ((one.rows, other.rows), (one.positions, other.positions))
+    )
     last, none = np.concatenate([one.last, other.last + num_first]).astype(np.int32), _NONE[:0, 0]
     lists = Work(none, none, other.singles, other.shared, other.members, other.prompts, none)
-    return Work(rows, positions, one.singles, one.shared, one.members, one.prompts, last, second_half=lists)
+    return Work(
+        rows, positions, one.singles, one.shared, one.members, one.prompts, last, second_half=lists
+    )

@@ -1,5 +1,5 @@
-"""The part of a runner that is the same on every device: rows and pages change as a plan says, and readers of hidden states get
-them."""
+"""The part of a runner that is the same on every device: rows and pages change as a plan says, and
+readers of hidden states get them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class DeviceRunner:
         self.mover: PageMover | None = None  # if there are tiers
         self._groups, self._tables, self._policies = groups, tables, policies
         self.readers = list[Reader]()
-        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
+        # if prompts may have embeddings in the place of tokens
+        self.inputs: InputRows | None = None
 
     @property
     def cache(self) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The trial of flash-attn-4, which takes the prompts of `--fast-math` if it is there, agrees with our kernel and is faster."""
+"""The trial of flash-attn-4, which takes the prompts of `--fast-math` if it is there, agrees with
+our kernel and is faster."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tidemill.runner.state import RowState
 from tidemill.types.model_config import ModelConfig
 
 FROM_TOKENS = 1024  # of a step: below, attention hardly counts
-_TRIAL, _AGREES = 16384, 0.3  # tokens of the context it is tried in, and how far a token's hidden state may be from ours
+# tokens of the context it is tried in, and how far a token's hidden state may be from ours
+_TRIAL, _AGREES = 16384, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Candidates:
     tile: int  # tokens of a tile of ours
     capture: Callable[[], Graph]  # the same step by flash-attn-4
     replay: Callable[[Graph, Work], object]
-    hidden: torch.Tensor  # where a replay leaves its result: of large steps, what goes into the last layer
+    # where a replay leaves its result: of large steps, what goes into the last layer
+    hidden: torch.Tensor
 
 
 def refused_flash(config: EngineConfig, model: ModelConfig) -> str:
@@ -71,8 +74,12 @@ def run_trial(candidates: Candidates) -> FlashTrial:
     table, times, apart = state.pages[:1].cpu().numpy(), [0.0, 0.0], 0.0
     for start in sorted({0, min(size, last), last}):
         seen = []
-        for i, (graph, tile) in enumerate(((candidates.ours, candidates.tile), (theirs, flash.WHOLE))):
-            work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), [table], 1, tile)
+        for i, (graph, tile) in enumerate(
+            ((candidates.ours, candidates.tile), (theirs, flash.WHOLE))
+        ):
+            work = make_work(
+                np.array([[0, start, size]], np.int32), np.ones(1, bool), [table], 1, tile
+            )
             times[i] += min(time_replay(candidates.replay, graph, work) for _ in range(3))
             seen.append(candidates.hidden[:size].double())
         error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
@@ -80,4 +87,7 @@ def run_trial(candidates: Candidates) -> FlashTrial:
     for used in (state.pages[0], state.tokens[0]):
         used.zero_()
     part = times[1] / times[0]
-    return FlashTrial(apart < _AGREES and part < 1, f"takes {part:.3f} of our time, hidden states differ by {apart:.3f}")
+    return FlashTrial(
+        apart < _AGREES and part < 1,
+        f"takes {part:.3f} of our time, hidden states differ by {apart:.3f}",
+    )

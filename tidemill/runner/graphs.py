@@ -16,8 +16,8 @@ from tidemill.layers.phased import PhasedWeights
 from tidemill.models.base import Model
 from tidemill.runner.cpu_kinds import ForwardFn
 
-# Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
-# thread (SERIAL_VALUES of rows.h).
+# Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of
+# linear.c), norms by more than one thread (SERIAL_VALUES of rows.h).
 _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 
 
@@ -25,9 +25,10 @@ _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 def record_forward(
     model: Model, mixers: Mixers, cache: torch.Tensor, forward: ForwardFn | None = None
 ) -> Program | None:
-    """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
-    many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them.
-    `forward`: another forward pass than the whole model."""
+    """Run the model on two tokens and note its kernels. None if a replay does not give the model's
+    bits, for two tokens or for many: then the model does something in between that was not noted,
+    and must run op by op. Uses pages, and clears them. `forward`: another forward pass than the
+    whole model."""
     with _clearing(mixers, cache):
         return _record(model, mixers, cache.shape[0], forward or model)
 
@@ -91,7 +92,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _sequence(
     model: Model, mixers: Mixers, num_pages: int, num_tokens: int
 ) -> tuple[MixedStep, torch.Tensor]:
-    """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
+    """A prefill of so many tokens, or as many as the cache and the context hold, and its
+    embeddings."""
     while sum(-(-num_tokens // size) for _, size in mixers.tables) >= num_pages:
         num_tokens -= 1
     angles = () if mixers.kv is None else mixers.kv.angles
@@ -104,7 +106,8 @@ def _sequence(
 
 
 def use_first_pages(mixers: Mixers, num_tokens: int) -> torch.Tensor:
-    """Row 0 gets the first pages, for use while no sequence is in the cache. The slots of its tokens in each group, [G, T]."""
+    """Row 0 gets the first pages, for use while no sequence is in the cache. The slots of its
+    tokens in each group, [G, T]."""
     positions, slots, first = torch.arange(num_tokens), [], 1
     for table, size in mixers.tables:
         num = -(-num_tokens // size)

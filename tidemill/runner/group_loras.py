@@ -1,4 +1,5 @@
-"""GroupLoras: the adapters of all ranks, as one. An adapter goes to every rank whole, and each keeps what belongs to its part."""
+"""GroupLoras: the adapters of all ranks, as one. An adapter goes to every rank whole, and each
+keeps what belongs to its part."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class GroupLoras:
         sent = {name: _sent(pair) for name, pair in pairs.items()}
         num_bytes = sum(len(pair.down) + len(pair.up) for pair in sent.values())
         if num_bytes > MAX_BYTES - _SPARE:
-            raise AdapterError(f"The adapter has {num_bytes} bytes, and ranks take {MAX_BYTES} at once.", fix="Use a lower rank.")
+            raise AdapterError(
+                f"The adapter has {num_bytes} bytes, and ranks take {MAX_BYTES} at once.",
+                fix="Use a lower rank.",
+            )
         self._team.send_encoded(encode(PutAdapter(slot, sent)))
         put_own(self._own, slot, pairs)
 
@@ -53,5 +57,7 @@ def _sent(pair: Pair) -> SentPair:
 
 
 def _received(pair: SentPair) -> Pair:
-    down, up = (torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (pair.down, pair.up))
+    down, up = (
+        torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (pair.down, pair.up)
+    )
     return ReceivedPair(down.view(pair.rank, -1), up.view(-1, pair.rank), pair.scale)

@@ -1,4 +1,5 @@
-"""GroupMover: the page movers of all ranks, as one. Every rank moves its own part of a page, by the same plan."""
+"""GroupMover: the page movers of all ranks, as one. Every rank moves its own part of a page, by the
+same plan."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class GroupMover(PageMover):
                 return
             del self._under_way[moved.number]
             error = next((one.error for one in reports if one.error), "")
-            num_bytes, seconds = sum(one.num_bytes for one in reports), max(one.seconds for one in reports)
+            num_bytes, seconds = (
+                sum(one.num_bytes for one in reports),
+                max(one.seconds for one in reports),
+            )
             self._done.append(Moved(moved.number, 0 if error else num_bytes, seconds, error))
             self._reported.notify_all()
 

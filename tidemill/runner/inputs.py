@@ -1,4 +1,5 @@
-"""InputRows: the rows of embeddings of segments, and the one place where they are put over those that are looked up by id."""
+"""InputRows: the rows of embeddings of segments, and the one place where they are put over those
+that are looked up by id."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from tidemill.sched.plan import Encode, StepPlan
 class InputRows:
     """In a step, a token's id less than zero is the number of its row here: -1 is the first."""
 
-    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self._rows_RH = torch.zeros(num_rows + 1, hidden_size, dtype=dtype, device=device)
 
     def take(self, plan: StepPlan) -> None:
@@ -28,7 +35,9 @@ class InputRows:
         content = np.frombuffer(encode.content, np.float32).reshape(len(encode.rows), -1)
         return upload(content.copy(), self._rows_RH.device).to(self._rows_RH.dtype)
 
-    def embed(self, ids_T: torch.Tensor, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def embed(
+        self, ids_T: torch.Tensor, look_up: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """The embeddings of a step. `look_up`: those of ids that are tokens."""
         rows_TH = self._rows_RH[(-ids_T).clamp(min=0).long()]
         return torch.where((ids_T < 0).unsqueeze(1), rows_TH, look_up(ids_T.clamp(min=0)))

@@ -1,4 +1,5 @@
-"""Nano-batching: whether steps of a size are cut in two halves that run beside each other, by a trial at start."""
+"""Nano-batching: whether steps of a size are cut in two halves that run beside each other, by a
+trial at start."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _DECODE, _MIXED = (
     (64, 128, 256, 512),
     (1024, 2048, 4096),
 )  # sizes that are tried: each stands for those below it, down to the next
-_CONTEXT, _TIMES = 1024, 3  # tokens of the sequences that a trial decodes, and how often it takes the time
+# tokens of the sequences that a trial decodes, and how often it takes the time
+_CONTEXT, _TIMES = 1024, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +60,24 @@ class Candidates:
 
 
 def run_trials(candidates: Candidates) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
-    """Runs the trials; returns them and the sizes at which halves are faster. All ranks decide as the first does. Leaves the
-    state as it was."""
+    """Runs the trials; returns them and the sizes at which halves are faster. All ranks decide as
+    the first does. Leaves the state as it was."""
     trials, taken = [], set[tuple[bool, int]]()
     # Two halves of a decode step read all weights twice: only collectives can make up for that.
     kinds = ((True, _DECODE), (False, _MIXED)) if candidates.group.size > 1 else ((False, _MIXED),)
     for decodes, sizes in kinds:
         before = sizes[0] // 2
         for size in sizes:
-            if (decodes, size) in candidates.cuts and (trial := _try(candidates, decodes, size)) is not None:
+            if (decodes, size) in candidates.cuts and (
+                trial := _try(candidates, decodes, size)
+            ) is not None:
                 trials.append(trial)
                 if candidates.group.broadcast_bytes(bytes([trial.is_taken])) == b"\1":
-                    taken |= {one for one in candidates.cuts if one[0] == decodes and before < one[1] <= size}
+                    taken |= {
+                        one
+                        for one in candidates.cuts
+                        if one[0] == decodes and before < one[1] <= size
+                    }
                 before = size
     return trials, taken
 
@@ -91,7 +99,10 @@ def _try(candidates: Candidates, decodes: bool, size: int) -> NanoTrial | None:
         candidates.cache[page].normal_()
     samples, how = items[:, 2] == 1, ([table], *candidates.how)
     whole, halves = candidates.whole[decodes, size], candidates.capture(decodes, size)
-    works = make_work(items, samples, *how), make_microbatches(items, samples, candidates.cuts[decodes, size], *how)
+    works = (
+        make_work(items, samples, *how),
+        make_microbatches(items, samples, candidates.cuts[decodes, size], *how),
+    )
     seen, times = list[torch.Tensor](), (list[float](), list[float]())
     for turn in range(1 + _TIMES):
         for i, (graph, work) in enumerate(zip((whole, halves), works, strict=True)):
@@ -102,13 +113,15 @@ def _try(candidates: Candidates, decodes: bool, size: int) -> NanoTrial | None:
                 seen.append((graph.out if decodes else candidates.hidden[:size]).clone())
     for used in (state.pages, state.tokens, candidates.cache[1:last]):
         used.zero_()
-    # By CUDA IPC, ranks that have not begun do not wait for each other, and sums are of whatever is there.
+    # By CUDA IPC, ranks that have not begun do not wait for each other, and sums are of whatever is
+    # there.
     is_same = candidates.group.size > 1 or torch.equal(*seen)
     return NanoTrial(decodes, size, min(times[0]), min(times[1]), is_same)
 
 
 def _items(candidates: Candidates, decodes: bool, size: int) -> np.ndarray | None:
-    """Sequences of one token each; of a mixed step for a few of them, and a prompt. None: there is no room for them."""
+    """Sequences of one token each; of a mixed step for a few of them, and a prompt. None: there is
+    no room for them."""
     page_size, num_pages = candidates.state.page_size, candidates.cache.shape[0] - 1
     num = size if decodes else min(size // 8, candidates.num_rows - 1)
     prompt = 0 if decodes else size - num

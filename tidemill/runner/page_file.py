@@ -1,9 +1,11 @@
-"""A file of KV pages: records of one size, each with its key and a checksum, for one model, dtype, layout and build of kernels.
+"""A file of KV pages: records of one size, each with its key and a checksum, for one model, dtype,
+layout and build of kernels.
 
 file    header | record 0 | record 1 | ...         it grows as records are written, up to its share of the folder's quota
 record  its own header (key, order of writing, checksum of key and page) | the page's bytes
 
-A record is whole or not there: a write that was cut off has a wrong checksum. Nothing else is needed after a crash.
+A record is whole or not there: a write that was cut off has a wrong checksum. Nothing else is
+needed after a crash.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from pathlib import Path
 import numpy as np
 
 _MAGIC, _VERSION = b"tidemill KV page", 1
-_HEADER = struct.Struct("<16sI32sQQI")  # magic, version, digest, bytes of a page, records at most, checksum of all that
-_RECORD = struct.Struct("<4sH34sQII")  # magic, length of the key, key, order, checksum of key and page, checksum of all that
+# magic, version, digest, bytes of a page, records at most, checksum of all that
+_HEADER = struct.Struct("<16sI32sQQI")
+# magic, length of the key, key, order, checksum of key and page, checksum of all that
+_RECORD = struct.Struct("<4sH34sQII")
 _FIRST = 4096  # where the records begin
 _ALIGNMENT = 64
 SUFFIX = ".tidemill-kv"
-_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link nor waiting, as for a pipe
+# neither through a link nor waiting, as for a pipe
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class PageFileError(Exception):
@@ -52,13 +57,15 @@ class PageFile:
 
     @staticmethod
     def open(folder: Path, quota: int, digest: bytes, page_bytes: int) -> Opened:
-        """The folder's file for this digest; a new one if there is none, or none that can be used. Files of other models make
-        room, if the quota is exceeded."""
+        """The folder's file for this digest; a new one if there is none, or none that can be used.
+        Files of other models make room, if the quota is exceeded."""
         assert len(digest) == 32
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / ".lock"):
-                return _open(folder, folder / f"{digest.hex()[:32]}{SUFFIX}", quota, digest, page_bytes)
+                return _open(
+                    folder, folder / f"{digest.hex()[:32]}{SUFFIX}", quota, digest, page_bytes
+                )
         except OSError as error:
             raise PageFileError(f"{folder}: {error.strerror or error}") from error
 
@@ -106,8 +113,8 @@ class PageFile:
         return contents, ignored
 
     def _scan(self) -> tuple[list[tuple[bytes, int]], int]:
-        """The contents that records name, with their places, and the number of bad records. Their pages are checked when they are
-        read."""
+        """The contents that records name, with their places, and the number of bad records. Their
+        pages are checked when they are read."""
         size, found, num_bad = os.fstat(self._fd).st_size, dict[bytes, tuple[int, int]](), 0
         for record in range(-(-max(0, size - _FIRST) // self._stride)):
             at = _FIRST + record * self._stride
@@ -121,7 +128,9 @@ class PageFile:
             key, order, _ = fields
             found[key] = max(found.get(key, (0, 0)), (order, record))
         self._next_order = 1 + max((order for order, _ in found.values()), default=0)
-        return [(key, record) for key, (_, record) in sorted(found.items(), key=lambda one: one[1])], num_bad
+        return [
+            (key, record) for key, (_, record) in sorted(found.items(), key=lambda one: one[1])
+        ], num_bad
 
     def _record_header(self, key: bytes, checksum: int) -> bytes:
         fields = b"page", len(key), key, self._next_order, checksum
@@ -165,13 +174,18 @@ def _read_record_header(header: bytes) -> tuple[bytes, int, int] | None:
     if len(header) < _RECORD.size:
         return None
     magic, length, key, order, checksum, own = _RECORD.unpack(header)
-    if magic != b"page" or not 0 < length <= len(key) or own != _checksum(_RECORD, (magic, length, key, order, checksum)):
+    if (
+        magic != b"page"
+        or not 0 < length <= len(key)
+        or own != _checksum(_RECORD, (magic, length, key, order, checksum))
+    ):
         return None
     return key[:length], order, checksum
 
 
 def _open(folder: Path, path: Path, quota: int, digest: bytes, page_bytes: int) -> Opened:
-    """Opens a file of pages. An unused one is closed again, and a file without a header is not left behind."""
+    """Opens a file of pages. An unused one is closed again, and a file without a header is not left
+    behind."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
     try:
         if not _lock(fd):
@@ -179,7 +193,9 @@ def _open(folder: Path, path: Path, quota: int, digest: bytes, page_bytes: int) 
         room = quota - _make_room(folder, path, quota)
         num_records = records_in(room, page_bytes)
         if num_records < 1:
-            raise PageFileError(f"{folder}: {max(room, 0):,} bytes are left of its quota, too few for a page")
+            raise PageFileError(
+                f"{folder}: {max(room, 0):,} bytes are left of its quota, too few for a page"
+            )
         file = PageFile(fd, page_bytes, num_records)
         try:
             contents, ignored = file.begin(path, digest)
@@ -194,7 +210,8 @@ def _open(folder: Path, path: Path, quota: int, digest: bytes, page_bytes: int) 
 
 
 def _make_room(folder: Path, own: Path, quota: int) -> int:
-    """Bytes that files of other models hold. The oldest that no engine uses go, until they have at most half of the quota."""
+    """Bytes that files of other models hold. The oldest that no engine uses go, until they have at
+    most half of the quota."""
     kept, idle = 0, list[tuple[float, int, Path]]()
     for path in folder.glob(f"*{SUFFIX}"):
         if path == own:
@@ -230,7 +247,9 @@ def _most_bytes(header: bytes) -> int:
     if len(header) < _HEADER.size:
         return 0
     magic, version, digest, page_bytes, num_records, checksum = _HEADER.unpack(header)
-    if magic != _MAGIC or checksum != _checksum(_HEADER, (magic, version, digest, page_bytes, num_records)):
+    if magic != _MAGIC or checksum != _checksum(
+        _HEADER, (magic, version, digest, page_bytes, num_records)
+    ):
         return 0
     return int(_FIRST + num_records * stride(page_bytes))
 
@@ -245,7 +264,8 @@ def _lock(fd: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """While a file is opened; two engines that start together do not both take what is left of the quota."""
+    """While a file is opened; two engines that start together do not both take what is left of the
+    quota."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

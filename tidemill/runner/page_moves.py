@@ -1,8 +1,9 @@
-"""Moving KV pages between the device, host memory, disk and other engines while steps are computed. What is moved where,
-kv/tiers.py decides.
+"""Moving KV pages between the device, host memory, disk and other engines while steps are computed.
+What is moved where, kv/tiers.py decides.
 
-Host memory and disk have a thread each; other engines have two, as a load from them may wait for an export of its page. A page
-that a step writes waits for its store; whoever reads a page is computed after its load was reported.
+Host memory and disk have a thread each; other engines have two, as a load from them may wait for an
+export of its page. A page that a step writes waits for its store; whoever reads a page is computed
+after its load was reported.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ from tidemill.types.cache_layout import Group
 
 
 def changed_pages(
-    plan: StepPlan, tables: Sequence[np.ndarray], groups: Sequence[Group], anywhere: Collection[int] = ()
+    plan: StepPlan,
+    tables: Sequence[np.ndarray],
+    groups: Sequence[Group],
+    anywhere: Collection[int] = (),
 ) -> set[int]:
-    """Pages that a step writes, or may write. `tables`: of each group, [rows, pages]. `anywhere`: rows with a KV policy, whose
-    tokens are not where their positions say."""
+    """Pages that a step writes, or may write. `tables`: of each group, [rows, pages]. `anywhere`:
+    rows with a KV policy, whose tokens are not where their positions say."""
     changed = {*plan.page_zeroes, *(target for _, target in plan.page_copies)}
     for item in plan.items:
         for group, table in zip(groups, tables, strict=True):
             first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
-            changed.update((table[item.row] if item.row in anywhere else table[item.row, first:end]).tolist())
+            changed.update(
+                (table[item.row] if item.row in anywhere else table[item.row, first:end]).tolist()
+            )
     return changed
 
 
@@ -42,7 +48,11 @@ class Worker:
     """A thread that makes moves one after the other."""
 
     def __init__(
-        self, name: str, make: Callable[[PageMove], int], report: Callable[[Moved], None], loads_first: bool = False
+        self,
+        name: str,
+        make: Callable[[PageMove], int],
+        report: Callable[[Moved], None],
+        loads_first: bool = False,
     ) -> None:
         """`make` returns how many bytes it moved. `loads_first`: requests wait for them."""
         self._make, self._report = make, report
@@ -116,12 +126,15 @@ class PageMover(ABC):
         self.outside = outside
         self._done: list[Moved] = []
         self.written: dict[int, int] = {}  # by number of an export: that of its announcement
-        self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
+        # exports that were made, of which other engines do not know
+        self._unknown: list[Moved] = []
         self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
         self._workers: dict[Tier, Worker] = {}
         if outside.file is not None:
-            self._workers[Tier.DISK] = Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
+            self._workers[Tier.DISK] = Worker(
+                "kv-disk", self._move_on_disk, self._report, loads_first=True
+            )
         if outside.importer is not None:
             self._workers[Tier.PEER] = Worker("kv-imports", self._move_to_peers, self._report)
         if outside.exporter is not None:
@@ -143,7 +156,8 @@ class PageMover(ABC):
 
     @abstractmethod
     def copy_rate(self, num_pages: int) -> float:
-        """Bytes a second of one plain copy towards the device, as large as so many pages, measured now. For benchmarks."""
+        """Bytes a second of one plain copy towards the device, as large as so many pages, measured
+        now. For benchmarks."""
 
     @property
     def alarm(self) -> int | None:
@@ -155,7 +169,8 @@ class PageMover(ABC):
         return None if self.outside.importer is None else self.outside.importer.take()
 
     def done(self) -> list[Moved]:
-        """Moves that are over and were not returned before. An export is, when other engines know of it."""
+        """Moves that are over and were not returned before. An export is, when other engines know
+        of it."""
         with self._reported:
             taken, self._done = self._done, []
         if self.outside.exporter is None:
@@ -277,7 +292,9 @@ class CpuMover(PageMover):
 
     def _export(self, move: PageMove) -> int:
         assert self.outside.exporter is not None
-        self.written[move.number] = self.outside.exporter.write(move.target, move.key, self._pages[move.source])
+        self.written[move.number] = self.outside.exporter.write(
+            move.target, move.key, self._pages[move.source]
+        )
         return self._pages.shape[1]
 
     def _move_to_peers(self, move: PageMove) -> int:

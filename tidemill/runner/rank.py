@@ -1,4 +1,5 @@
-"""The common start of every rank of a group, be it the engine's or a worker's: its part of the model, and the runner of that."""
+"""The common start of every rank of a group, be it the engine's or a worker's: its part of the
+model, and the runner of that."""
 
 from __future__ import annotations
 
@@ -45,16 +46,20 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def settle_layout(setup: Setup) -> Decision[str]:
-    """Decides how ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased,
-    which only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others:
-    a token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
+    """Decides how ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts
+    that every model has; phased, which only a load finds out to be for a model, is asked for by
+    name. It alone computes some steps in another way than others: a token's bits must not depend on
+    what else is in its step, and the other layouts sum in different orders. By rates that are
     written down, not measured, so that every start chooses the same."""
     options, model, features = setup.options, setup.model, in_use(setup)
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options)
     rates = DEVICES["h200" if setup.device == "cuda" else "cpu"]
     size, seconds = options.tensor_parallel, dict[str, float]()
-    prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
+    prefill, decode = (
+        Phase("prefill", _PROMPT, 1, _PROMPT),
+        Phase("decode", _BATCH, _BATCH, _PROMPT),
+    )
     of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
     for name, spent in of_prompt.items():
         if name != "phased" and not why_not(f"tensor-layout {name}", features):

@@ -15,7 +15,8 @@ from tidemill.runner.sampler import Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem
 
-_AT_ONCE, _MOST_AT_ONCE = 64, 256  # prompt tokens whose logits are held at a time: on their own, and in the room given
+# prompt tokens whose logits are held at a time: on their own, and in the room given
+_AT_ONCE, _MOST_AT_ONCE = 64, 256
 
 Score = Callable[[torch.Tensor, torch.Tensor, int], Scores]  # logits, tokens, number of the best
 
@@ -40,7 +41,8 @@ def scores_to_host(scores: Scores) -> Scores:
 
 @dataclass(slots=True)
 class PromptReport:
-    """The results for the prompt tokens that a step computed: logprobs, pooled hidden states, or both."""
+    """The results for the prompt tokens that a step computed: logprobs, pooled hidden states, or
+    both."""
 
     row: int
     num_top: int
@@ -67,7 +69,9 @@ class PromptReport:
             tokens = self.tokens.tolist()
             entries = self.scores.entries(tokens, [self.num_top] * len(tokens))
             for i, row in enumerate([] if self.above is None else self.above.tolist()):
-                entries[i] = with_named(entries[i], self.named, [entries[i].logprob + more for more in row])
+                entries[i] = with_named(
+                    entries[i], self.named, [entries[i].logprob + more for more in row]
+                )
             result.prompt_logprobs[self.row] = entries
             if self.scores.chosen.isnan().any():
                 result.tokens[self.row] = [-1]
@@ -85,11 +89,13 @@ def look_at_prompt(
     score: Score,
     logits: torch.Tensor | None = None,
 ) -> PromptReport:
-    """Computes the report that a request asks about its prompt, from the hidden states of this step's tokens. `logits`: room for
-    them."""
+    """Computes the report that a request asks about its prompt, from the hidden states of this
+    step's tokens. `logits`: room for them."""
     params = state.params[item.row]
     assert params is not None
-    report = PromptReport(item.row, params.prompt_logprobs or 0, named=params.prompt_logprob_token_ids)
+    report = PromptReport(
+        item.row, params.prompt_logprobs or 0, named=params.prompt_logprob_token_ids
+    )
     if params.prompt_logprobs is not None:
         first = max(params.prompt_logprobs_start, item.start + 1)
         _score_prompt(cast(CausalLM, model), state, item, hidden_TH, score, logits, report, first)
@@ -108,8 +114,8 @@ def _score_prompt(
     report: PromptReport,
     first: int,
 ) -> None:
-    """Computes the log-probabilities of the prompt tokens that these hidden states predict: those at start + 1 .. start + count,
-    within the prompt, from `first` on."""
+    """Computes the log-probabilities of the prompt tokens that these hidden states predict: those
+    at start + 1 .. start + count, within the prompt, from `first` on."""
     num = min(item.start + item.count, state.num_prompt[item.row] - 1) + 1 - first
     if num < 1:
         return

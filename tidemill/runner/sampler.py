@@ -1,8 +1,9 @@
-"""Logits to tokens on the CPU. Sequences are independent: the parameters of one never change another's bits.
+"""Logits to tokens on the CPU. Sequences are independent: the parameters of one never change
+another's bits.
 
-STAGES is the order of sampling for every device. Logprobs are of the logits as the model gave them. A sequence whose logits have
-a maximum that is not finite (a NaN, +inf, or nothing but -inf), as the model gave them or after the adjustments, fails alone: its
-token is -1.
+STAGES is the order of sampling for every device. Logprobs are of the logits as the model gave them.
+A sequence whose logits have a maximum that is not finite (a NaN, +inf, or nothing but -inf), as the
+model gave them or after the adjustments, fails alone: its token is -1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tidemill.types.wire import TokenLogprobs
 _NEVER = float("-inf")
 _LIKELIEST = 512
 
-# What is done to logits, in this order, and for which parameters. A grammar applies where the step has a mask for the sequence.
+# What is done to logits, in this order, and for which parameters. A grammar applies where the step
+# has a mask for the sequence.
 ADJUSTMENTS: dict[str, Callable[[SamplingParams], bool]] = {
     "grammar": lambda p: False,
     "allowed_tokens": lambda p: bool(p.allowed_token_ids),
@@ -51,14 +53,19 @@ def stages_of(params: SamplingParams, has_mask: bool) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Samples:
-    """The tokens of a step that are drawn: row, parameters, and position. A row with drafts draws several, side by side."""
+    """The tokens of a step that are drawn: row, parameters, and position. A row with drafts draws
+    several, side by side."""
 
     rows: list[int]
     params: list[SamplingParams]
     positions: list[int]
 
     def only(self, which: list[int]) -> Samples:
-        return Samples([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
+        return Samples(
+            [self.rows[i] for i in which],
+            [self.params[i] for i in which],
+            [self.positions[i] for i in which],
+        )
 
     def window_start(self, i: int) -> int:
         """The first of the tokens of sequence i that penalties take notice of."""
@@ -75,8 +82,8 @@ class Samples:
         return made
 
     def held_back(self, i: int, state: RowState) -> list[int]:
-        """Tokens that would end sequence i before it has min_tokens. None where its grammar allows no others: then the output is
-        complete, and nothing may follow."""
+        """Tokens that would end sequence i before it has min_tokens. None where its grammar allows
+        no others: then the output is complete, and nothing may follow."""
         row, p = self.rows[i], self.params[i]
         if self.positions[i] - state.num_prompt[row] >= p.min_tokens:
             return []
@@ -97,12 +104,14 @@ def _has_others(mask: np.ndarray, tokens: list[int]) -> bool:
 @dataclass(slots=True)
 class Sampled:
     token_ids: torch.Tensor  # [S]; -1: the maximum of the logits is not finite
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by number, of those that asked
+    # by number, of those that asked
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 class Sampler:
     def __init__(self, state: RowState, by_rejection: bool = False) -> None:
-        """`by_rejection`: drafts of sampled requests are accepted as in spec/acceptance.py, not where they are what is drawn."""
+        """`by_rejection`: drafts of sampled requests are accepted as in spec/acceptance.py, not
+        where they are what is drawn."""
         self._state, self._by_rejection = state, by_rejection
         self._stages = {
             "grammar": self._apply_grammar,
@@ -112,10 +121,18 @@ class Sampler:
             "min_tokens": self._hold_back_stops,
             "penalties": self._penalize,
             "temperature": _divide,
-            "top_k": lambda logits, which, samples: restrict_top_k(logits, _given(samples, which, "top_k", 0)),
-            "top_p": lambda logits, which, samples: restrict_top_p(logits, _given(samples, which, "top_p", 1.0)),
-            "min_p": lambda logits, which, samples: restrict_min_p(logits, _given(samples, which, "min_p", 0.0)),
-            "typical_p": lambda logits, which, samples: restrict_typical(logits, _given(samples, which, "typical_p", 1.0)),
+            "top_k": lambda logits, which, samples: restrict_top_k(
+                logits, _given(samples, which, "top_k", 0)
+            ),
+            "top_p": lambda logits, which, samples: restrict_top_p(
+                logits, _given(samples, which, "top_p", 1.0)
+            ),
+            "min_p": lambda logits, which, samples: restrict_min_p(
+                logits, _given(samples, which, "min_p", 0.0)
+            ),
+            "typical_p": lambda logits, which, samples: restrict_typical(
+                logits, _given(samples, which, "typical_p", 1.0)
+            ),
         }
 
     def sample(self, logits_SV: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
@@ -132,15 +149,27 @@ class Sampler:
             if samples.params[i].post_sampling_logprobs:
                 raw[k] = drawn_from(logits_SV[i], int(tokens[i]), samples.params[i])
         num_top, chosen = [samples.params[i].logprobs or 0 for i in wanted], tokens[wanted]
-        # Of as many for every sequence: which of equal values are among the best may depend on how many are asked for.
-        entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(chosen.tolist(), num_top)
+        # Of as many for every sequence: which of equal values are among the best may depend on how
+        # many are asked for.
+        entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(
+            chosen.tolist(), num_top
+        )
         for k, i in enumerate(wanted):
             if named := samples.params[i].logprob_token_ids:
-                entries[k] = with_named(entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist())
-        return Sampled(tokens, {i: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
+                entries[k] = with_named(
+                    entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist()
+                )
+        return Sampled(
+            tokens,
+            {i: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0},
+        )
 
     def _apply_stages(
-        self, logits_SV: torch.Tensor, samples: Samples, stages: list[frozenset[str]], is_valid: torch.Tensor
+        self,
+        logits_SV: torch.Tensor,
+        samples: Samples,
+        stages: list[frozenset[str]],
+        is_valid: torch.Tensor,
     ) -> torch.Tensor:
         for name, apply in self._stages.items():
             which = [i for i, names in enumerate(stages) if name in names]
@@ -169,11 +198,21 @@ class Sampler:
     def _drafts(self, samples: Samples) -> acceptance.Drafts:
         """A token is drawn in the place of a draft if the row's next one is drawn, too."""
         places = list(zip(samples.rows, samples.positions, strict=True))
-        at = [i for i, (row, position) in enumerate(places[:-1]) if places[i + 1] == (row, position + 1)]
+        at = [
+            i
+            for i, (row, position) in enumerate(places[:-1])
+            if places[i + 1] == (row, position + 1)
+        ]
         drafted = [places[i] for i in at]
         given = self._state.draft_probs
-        tokens = self._state.tokens[[row for row, _ in drafted], [position for _, position in drafted]]
-        return acceptance.Drafts(at, tokens.long(), {d: given[place] for d, place in enumerate(drafted) if place in given})
+        tokens = self._state.tokens[
+            [row for row, _ in drafted], [position for _, position in drafted]
+        ]
+        return acceptance.Drafts(
+            at,
+            tokens.long(),
+            {d: given[place] for d, place in enumerate(drafted) if place in given},
+        )
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]
@@ -194,9 +233,18 @@ class Sampler:
     def _hold_back_words(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
             row = samples.rows[i]
-            output = self._state.tokens[row, self._state.num_prompt[row] : samples.positions[i]].tolist()
+            output = self._state.tokens[
+                row, self._state.num_prompt[row] : samples.positions[i]
+            ].tolist()
             words = samples.params[i].bad_word_ids
-            logits_SV[i, [word[-1] for word in words if output[len(output) - len(word) + 1 :] == list(word[:-1])]] = _NEVER
+            logits_SV[
+                i,
+                [
+                    word[-1]
+                    for word in words
+                    if output[len(output) - len(word) + 1 :] == list(word[:-1])
+                ],
+            ] = _NEVER
 
     def _hold_back_stops(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
@@ -205,7 +253,11 @@ class Sampler:
     def _penalize(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
             row = samples.rows[i]
-            tokens, num_prompt, begin = self._state.tokens[row], self._state.num_prompt[row], samples.window_start(i)
+            tokens, num_prompt, begin = (
+                self._state.tokens[row],
+                self._state.num_prompt[row],
+                samples.window_start(i),
+            )
             output = tokens[max(begin, num_prompt) : samples.positions[i]]
             penalize(logits_SV[i], tokens[begin:num_prompt], output, samples.params[i])
 
@@ -231,12 +283,16 @@ def _given(samples: Samples, which: list[int], name: str, off: float) -> list[An
     return values
 
 
-def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch.Tensor, p: SamplingParams) -> None:
+def penalize(
+    logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch.Tensor, p: SamplingParams
+) -> None:
     """Repetition counts prompt and output; presence and frequency count the output alone."""
     if p.repetition_penalty != 1.0:
         seen = torch.cat([prompt_ids, output_ids]).unique()
         values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        logits_V[seen] = torch.where(
+            values > 0, values / p.repetition_penalty, values * p.repetition_penalty
+        )
     if p.frequency_penalty or p.presence_penalty:
         ids, counts = output_ids.unique(return_counts=True)
         logits_V[ids] -= counts.to(torch.float32) * p.frequency_penalty + p.presence_penalty
@@ -266,10 +322,12 @@ def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
 
 
 def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
-    """Keeps the likeliest tokens up to and including the one that crosses p, so the likeliest always stays.
+    """Keeps the likeliest tokens up to and including the one that crosses p, so the likeliest
+    always stays.
 
-    Of equal ones, all stay. A few hundred tokens nearly always hold p, and finding them is ten times cheaper than sorting them
-    all; a sequence that needs more is done again with more. What is kept is the same either way.
+    Of equal ones, all stay. A few hundred tokens nearly always hold p, and finding them is ten
+    times cheaper than sorting them all; a sequence that needs more is done again with more. What is
+    kept is the same either way.
     """
     rows = [i for i, p in enumerate(top_ps) if p < 1.0]
     num_tokens = min(_LIKELIEST, logits_SV.shape[1])
@@ -279,7 +337,11 @@ def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
         values = logprobs.topk(num_tokens, dim=-1).values
         probs = values.exp()
         before = probs.cumsum(-1) - probs
-        enough = (before[:, -1:] >= limits).flatten().tolist() if num_tokens < logits_SV.shape[1] else [True] * len(rows)
+        enough = (
+            (before[:, -1:] >= limits).flatten().tolist()
+            if num_tokens < logits_SV.shape[1]
+            else [True] * len(rows)
+        )
         lowest = values.masked_fill(before >= limits, math.inf).amin(-1, keepdim=True)
         done = [k for k, is_enough in enumerate(enough) if is_enough]
         if done:
@@ -293,13 +355,15 @@ def restrict_min_p(logits_SV: torch.Tensor, min_ps: list[float]) -> None:
     """Keeps what is at least min_p times as likely as the likeliest."""
     rows = [i for i, p in enumerate(min_ps) if p > 0.0]
     if rows:
-        limits = logits_SV[rows].amax(-1, keepdim=True) + _floats([math.log(min_ps[i]) for i in rows], logits_SV)
+        limits = logits_SV[rows].amax(-1, keepdim=True) + _floats(
+            [math.log(min_ps[i]) for i in rows], logits_SV
+        )
         logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < limits, _NEVER)
 
 
 def restrict_typical(logits_SV: torch.Tensor, typical_ps: list[float]) -> None:
-    """Keeps the tokens whose surprise is nearest to the entropy, up to and including the one that crosses p. Of
-    equal ones, all stay."""
+    """Keeps the tokens whose surprise is nearest to the entropy, up to and including the one that
+    crosses p. Of equal ones, all stay."""
     rows = [i for i, p in enumerate(typical_ps) if p < 1.0]
     if rows:
         logprobs = logits_SV[rows].log_softmax(-1)
@@ -323,7 +387,8 @@ class Scores:
     ids: torch.Tensor
 
     def entries(self, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-        """The log-probabilities of these tokens, each with so many of the best; equal values in order of token id."""
+        """The log-probabilities of these tokens, each with so many of the best; equal values in
+        order of token id."""
         values, ids = self.values.numpy(), self.ids.numpy()
         order = np.lexsort((ids, -values))
         values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
@@ -341,7 +406,11 @@ def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
     return Scores(logprobs.gather(1, ids_N.long().clamp(min=0).unsqueeze(1)).flatten(), values, ids)
 
 
-def with_named(entry: TokenLogprobs, ids: Sequence[int], logprobs: Sequence[float]) -> TokenLogprobs:
+def with_named(
+    entry: TokenLogprobs, ids: Sequence[int], logprobs: Sequence[float]
+) -> TokenLogprobs:
     """The entry with these tokens and the chosen one instead of the likeliest."""
     named = dict(zip(ids, logprobs, strict=True)) | {entry.token_id: entry.logprob}
-    return TokenLogprobs(entry.token_id, entry.logprob, sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))
+    return TokenLogprobs(
+        entry.token_id, entry.logprob, sorted(named.items(), key=lambda pair: (-pair[1], pair[0]))
+    )

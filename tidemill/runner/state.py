@@ -1,4 +1,5 @@
-"""RowState: one permanent row per live request, on the device. A step stages small writes and applies them in one go."""
+"""RowState: one permanent row per live request, on the device. A step stages small writes and
+applies them in one go."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class StagedWrites:
 
 
 class RowState:
-    """Tokens, page table and sampling words of every row on the device; sampling parameters beside them on the host."""
+    """Tokens, page table and sampling words of every row on the device; sampling parameters beside
+    them on the host."""
 
     def __init__(
         self,
@@ -64,39 +66,53 @@ class RowState:
         max_tokens: int = 0,
         has_inputs: bool = False,
     ) -> None:
-        """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given. `max_tokens`: of
-        a row, if that may be more than the context, which is what its pages hold. `has_inputs`: tokens may be rows of
-        embeddings."""
+        """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all,
+        if not given. `max_tokens`: of a row, if that may be more than the context, which is what
+        its pages hold. `has_inputs`: tokens may be rows of embeddings."""
         self.page_size = page_size
         longest = block_bounds(max_context)[-1][1]  # attention reads whole blocks
         groups = tuple(groups) or (Group(page_size),)
         nums = [_aligned(group.num_pages_for(longest)) for group in groups]
-        self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
+        # where each group's begin, and where the last ends
+        self.columns = np.cumsum([0, *nums]).tolist()
         most = max(max_context, max_tokens) + 1
         widths = (most, self.columns[-1], 3, *[most] * has_inputs)
-        *self._offsets, num_words = np.cumsum([0, *(_aligned(num_rows * width) for width in widths)]).tolist()
+        *self._offsets, num_words = np.cumsum(
+            [0, *(_aligned(num_rows * width) for width in widths)]
+        ).tolist()
         flat = torch.zeros(num_words, dtype=torch.int32, device=device)
         parts = zip(self._offsets, widths, strict=True)
         self.tokens, self.pages, self.draws, *inputs = (  # a draw: temperature's bits, seed
             flat[start : start + num_rows * width].view(num_rows, width) for start, width in parts
         )
-        self.inputs = inputs[0] if inputs else None  # by position: the number of its row of embeddings; 0: it has none
+        # by position: the number of its row of embeddings; 0: it has none
+        self.inputs = inputs[0] if inputs else None
         self._inputs_end = [0] * num_rows
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
-        self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [None] * num_rows  # of sampling, by params
+        # of sampling, by params
+        self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
-        self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
-        self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan
+        # by row and position: a bit per token that may be drawn there
+        self.masks: dict[tuple[int, int], np.ndarray] = {}
+        # by row and position: see StepPlan
+        self.draft_probs: dict[tuple[int, int], np.ndarray] = {}
         self.num_prompt = [0] * num_rows
         self.segments: list[Sequence[Segment]] = [()] * num_rows
-        self._asked_until = [0] * num_rows  # positions before this one are asked about: of prompts alone
+        # positions before this one are asked about: of prompts alone
+        self._asked_until = [0] * num_rows
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
-        self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
-        self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
+        # each group's part
+        self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]
+        self.kv_tables = [
+            table for table, group in zip(self.tables, groups, strict=True) if not group.is_state
+        ]
         if flat.device.type == "cpu":  # the same memory, for numpy
-            self.tokens_cpu, self.kv_tables_cpu = self.tokens.numpy(), [table.numpy() for table in self.kv_tables]
+            self.tokens_cpu, self.kv_tables_cpu = (
+                self.tokens.numpy(),
+                [table.numpy() for table in self.kv_tables],
+            )
         self._num_pages = [[0] * len(nums) for _ in range(num_rows)]
         self._copies: list[RowCopy] = []
 
@@ -109,29 +125,38 @@ class RowState:
             self._keep(new.row, new.spec)
             self._add(0, new.row, 0, new.token_ids)
             for group, page_ids in enumerate(new.page_ids):
-                padding = [0] * (self._num_pages[new.row][group] - len(page_ids))  # past the end: null
+                # past the end: null
+                padding = [0] * (self._num_pages[new.row][group] - len(page_ids))
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
         for write in plan.token_writes:
             self._add(0, write.row, write.position, [write.token_id])
         for update in plan.page_updates:
-            self._add(1, update.row, self.columns[update.group] + update.first_index, update.page_ids)
+            self._add(
+                1, update.row, self.columns[update.group] + update.first_index, update.page_ids
+            )
             end, nums = update.first_index + len(update.page_ids), self._num_pages[update.row]
             nums[update.group] = max(nums[update.group], end)
         self.stage_drafts(plan)
         self.masks = {place: np.frombuffer(words, np.int32) for place, words in plan.masks.items()}
-        self.draft_probs = {place: np.frombuffer(probs, np.float32) for place, probs in plan.draft_probs.items()}
+        self.draft_probs = {
+            place: np.frombuffer(probs, np.float32) for place, probs in plan.draft_probs.items()
+        }
 
     def stage_drafts(self, plan: StepPlan, only: Container[int] | None = None) -> None:
         """Stages the drafts after the known tokens. `only`: of these rows."""
         for item in plan.items if plan.drafts else ():
             if item.num_drafts and (only is None or item.row in only):
-                self._add(0, item.row, item.start + item.count - item.num_drafts, plan.drafts[item.row])
+                self._add(
+                    0, item.row, item.start + item.count - item.num_drafts, plan.drafts[item.row]
+                )
 
     def _stage_copies(self, copies: list[RowCopy]) -> None:
         self._copies = copies
         sources = [copy.source for copy in copies]
-        for copy, num_pages in zip(copies, [list(self._num_pages[row]) for row in sources], strict=True):
+        for copy, num_pages in zip(
+            copies, [list(self._num_pages[row]) for row in sources], strict=True
+        ):
             self._num_pages[copy.target] = num_pages
             self._keep(copy.target, copy.spec)
 
@@ -154,7 +179,11 @@ class RowState:
 
     def _keep(self, row: int, spec: RowSpec) -> None:
         """The row is of this request from now on."""
-        self.params[row], self.eos_token_ids[row], self.num_prompt[row] = spec.params, spec.eos_token_ids, spec.num_prompt
+        self.params[row], self.eos_token_ids[row], self.num_prompt[row] = (
+            spec.params,
+            spec.eos_token_ids,
+            spec.num_prompt,
+        )
         self.adapters[row], self.segments[row] = spec.adapter, spec.segments
         self._asked_until[row] = _asked_until(spec.params, spec.num_prompt)
         self._add(2, row, 0, _draw_words(spec.params))
@@ -162,16 +191,23 @@ class RowState:
     def _copy_rows(self) -> None:
         """On the device; the sources are read before a target is written."""
         if self._copies:
-            rows = np.array([(copy.source, copy.target) for copy in self._copies], np.int64).T.copy()
-            longest, on_cpu = max(copy.num_tokens for copy in self._copies), self.tokens.device.type == "cpu"
+            rows = np.array(
+                [(copy.source, copy.target) for copy in self._copies], np.int64
+            ).T.copy()
+            longest, on_cpu = (
+                max(copy.num_tokens for copy in self._copies),
+                self.tokens.device.type == "cpu",
+            )
             source, target = rows if on_cpu else upload(rows, self.tokens.device)
             for whole in (self.tokens[:, :longest], self.pages):
-                part = whole.numpy() if on_cpu else whole  # torch starts threads for it, which takes longer than the copy
+                # torch starts threads for it, which takes longer than the copy
+                part = whole.numpy() if on_cpu else whole
                 part[target] = part[source]
             self._copies = []
 
     def asks_prompt(self, item: StepItem) -> bool:
-        """Tells if something is asked about these tokens of its prompt, which needs the hidden states of all of them."""
+        """Tells if something is asked about these tokens of its prompt, which needs the hidden
+        states of all of them."""
         return item.start < self._asked_until[item.row]
 
     def is_pooled(self, row: int) -> bool:
@@ -186,23 +222,30 @@ class RowState:
         self._copy_rows()
         self._writes.apply()
 
-    def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    def append(
+        self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor
+    ) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""
         self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens).clamp(min=0)
 
 
 def _aligned(num_words: int) -> int:
-    """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for, as do other tables that they read."""
+    """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for, as do
+    other tables that they read."""
     return -(-num_words // 4) * 4
 
 
 def _asked_until(params: SamplingParams, num_prompt: int) -> int:
     if params.pooling is not None:
         return num_prompt
-    return 0 if params.prompt_logprobs is None else num_prompt - 1  # the last token predicts none of them
+    # the last token predicts none of them
+    return 0 if params.prompt_logprobs is None else num_prompt - 1
 
 
 def _draw_words(params: SamplingParams) -> list[int]:
     """The bits of the temperature (0 for greedy) and of the seed, as int32."""
     temperature = np.float32(0.0 if params.greedy else params.temperature)
-    return [int(temperature.view(np.int32)), *np.array([params.seed or 0], np.int64).view(np.int32).tolist()]
+    return [
+        int(temperature.view(np.int32)),
+        *np.array([params.seed or 0], np.int64).view(np.int32).tolist(),
+    ]

@@ -1,6 +1,8 @@
-"""Team: the other ranks of a group, as rank 0 has them. Their processes, channels to them, and what becomes of them.
+"""Team: the other ranks of a group, as rank 0 has them. Their processes, channels to them, and what
+becomes of them.
 
-All of them start, or none: whoever fails, ends or does not come, ends the rest, and the reason is one error.
+All of them start, or none: whoever fails, ends or does not come, ends the rest, and the reason is
+one error.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from tidemill.version import __version__
 
 T = TypeVar("T", bound=FromWorker)
 COME_S = 120.0  # for workers of other hosts to connect
-_START_S = 600.0  # for a process of this host, whose end would be noticed: a busy host takes minutes to import torch
+# for a process of this host, whose end would be noticed: a busy host takes minutes to import torch
+_START_S = 600.0
 _LOOK_S = 0.1
 _STOP_S = 5.0
 
@@ -56,8 +59,15 @@ def own_kernels() -> str:
 
 
 class Team:
-    def __init__(self, world: World, num_remote: int = 0, address: tuple[str, int] | None = None, key: bytes = b"") -> None:
-        """`num_remote`: ranks, the last ones, that come from other hosts, to `address`, and know `key`."""
+    def __init__(
+        self,
+        world: World,
+        num_remote: int = 0,
+        address: tuple[str, int] | None = None,
+        key: bytes = b"",
+    ) -> None:
+        """`num_remote`: ranks, the last ones, that come from other hosts, to `address`, and know
+        `key`."""
         self.world, self.key = world, key or secrets.token_bytes(32)
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-"))  # mode 0700
         self._shared: list[Path] = []
@@ -106,7 +116,9 @@ class Team:
                 channel.peer, self._channels[rank], hellos[rank] = f"worker {rank}", channel, hello
         self.addresses = [self.door.address, *(hellos[rank].address for rank in sorted(hellos))]
         for rank, channel in self._channels.items():
-            threading.Thread(target=self._listen, args=(rank, channel), name=f"from worker {rank}", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(rank, channel), name=f"from worker {rank}", daemon=True
+            ).start()
 
     def _spawn(self, rank: int) -> None:
         # -P: the current folder is not searched for modules.
@@ -128,14 +140,21 @@ class Team:
             raise error_of(message)
         if not isinstance(message, Hello):
             raise WorkerLost("A worker did not begin with its version.")
-        for what, theirs, ours in (("version", message.version, __version__), ("kernels", message.kernels, own_kernels())):
+        for what, theirs, ours in (
+            ("version", message.version, __version__),
+            ("kernels", message.kernels, own_kernels()),
+        ):
             if theirs != ours:
                 wrong = f"A worker has another {what} than rank 0: {theirs} instead of {ours}."
                 fix = "Install the same version on all hosts, of one kind of CPU."
                 channel.send(encode(Failed("ConfigError", wrong, fix)))
                 channel.close()
                 raise ConfigError(wrong, fix=fix)
-        rank = message.rank if message.rank in missing else min(missing - set(self._processes), default=0)
+        rank = (
+            message.rank
+            if message.rank in missing
+            else min(missing - set(self._processes), default=0)
+        )
         if not rank:
             raise WorkerLost("More workers came than the group has ranks.")
         return rank, message
@@ -143,7 +162,9 @@ class Team:
     def _check_processes(self) -> None:
         for rank, process in self._processes.items():
             if process.poll() is not None:
-                raise WorkerLost(f"Worker {rank} ended with code {process.returncode} while starting.")
+                raise WorkerLost(
+                    f"Worker {rank} ended with code {process.returncode} while starting."
+                )
 
     def _nobody_came(self, missing: set[int], here: set[int]) -> TidemillError:
         """`here`: those of this host."""
@@ -158,7 +179,8 @@ class Team:
         )
 
     def shared_memory(self, rank: int) -> str:
-        """A file for the ranks that share layers with this one, if all are on this host and there are kernels for it."""
+        """A file for the ranks that share layers with this one, if all are on this host and there
+        are kernels for it."""
         ranks = self.world.stage_ranks(rank)
         if len(ranks) < 2 or ranks[-1] >= self._num_local or native.lib is None:
             return ""
@@ -177,7 +199,9 @@ class Team:
         for rank in self._channels:
             self.send(rank, make(rank))
 
-    def wait(self, kind: type[T], on_loading: Callable[[int, Loading], None] | None = None) -> dict[int, T]:
+    def wait(
+        self, kind: type[T], on_loading: Callable[[int, Loading], None] | None = None
+    ) -> dict[int, T]:
         """One message of this kind from each."""
         found = dict[int, T]()
         while len(found) < len(self._channels):
@@ -191,7 +215,8 @@ class Team:
         return found
 
     def all_are_here(self) -> None:
-        """Nobody connects any more, or maps the shared memory: what only that needs goes, also in case this process is killed."""
+        """Nobody connects any more, or maps the shared memory: what only that needs goes, also in
+        case this process is killed."""
         if hasattr(self, "door"):
             self.door.close()
         for path in self._shared:
@@ -236,7 +261,8 @@ class Team:
         self._results.put(None)
         os.write(self._alarm, b"!")
         for tell in self.on_lost:
-            with contextlib.suppress(Exception):  # of a device that is broken; the others are told all the same
+            # of a device that is broken; the others are told all the same
+            with contextlib.suppress(Exception):
                 tell()
 
     def _listen(self, rank: int, channel: Channel) -> None:

@@ -1,7 +1,8 @@
 """The KV cache with an address range for each row, on a CPU: `--kv-layout virtual`.
 
-To the attention kernels a token is a page, and the page table of a row counts up: what they read is contiguous. Pages of the plan
-are pieces of physical memory, mapped into the ranges of the rows that have them; a page that two rows share is mapped twice.
+To the attention kernels a token is a page, and the page table of a row counts up: what they read is
+contiguous. Pages of the plan are pieces of physical memory, mapped into the ranges of the rows that
+have them; a page that two rows share is mapped twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--kv-layout virtual` on a GPU: the rows of the KV cache lie in address ranges of their own.
 
-Decode steps are CUDA graphs: addresses stay what they are, and memory is mapped under them between steps. Steps with prompts run
-op by op, since the kernel wants to know their number and lengths.
+Decode steps are CUDA graphs: addresses stay what they are, and memory is mapped under them between
+steps. Steps with prompts run op by op, since the kernel wants to know their number and lengths.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""WorkerGroup: several processes that compute one model, as one Runner. Rank 0 is in this process; all get the same plans.
+"""WorkerGroup: several processes that compute one model, as one Runner. Rank 0 is in this process;
+all get the same plans.
 
-A rank that fails or ends takes the group down: its engine ends and is replaced, and requests go on there.
+A rank that fails or ends takes the group down: its engine ends and is replaced, and requests go on
+there.
 """
 
 from __future__ import annotations
@@ -37,13 +39,20 @@ class Launched(NamedTuple):
 
 def launch(runner: RankRunner, plan: StepPlan) -> Launched:
     launched = runner.launch(plan)
-    return Launched(plan, [item for item in plan.items if item.samples and not runner.state.is_pooled(item.row)], launched)
+    return Launched(
+        plan,
+        [item for item in plan.items if item.samples and not runner.state.is_pooled(item.row)],
+        launched,
+    )
 
 
 def drawn_in(launched: Launched, result: StepResult) -> list[Drawn]:
     """The tokens that the rows of a step got."""
     items = [item for item in launched.drawing if item.row in result.tokens]
-    return [Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row]) for item in items]
+    return [
+        Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row])
+        for item in items
+    ]
 
 
 @torch.inference_mode()
@@ -58,10 +67,14 @@ def append(state: RowState, drawn: list[Drawn]) -> None:
 
 class WorkerGroup:
     def __init__(
-        self, own: RankRunner, team: Team, lora_shapes: dict[str, tuple[int, int]] | None = None, no_disk: str = ""
+        self,
+        own: RankRunner,
+        team: Team,
+        lora_shapes: dict[str, tuple[int, int]] | None = None,
+        no_disk: str = "",
     ) -> None:
-        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks. `no_disk`: why one of them
-        cannot use its pages on disk, so that none does."""
+        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks.
+        `no_disk`: why one of them cannot use its pages on disk, so that none does."""
         self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
         self.fallback, self.cache, self.no_disk = own.fallback, own.cache, no_disk
         self._mover: GroupMover | None = None
@@ -80,7 +93,9 @@ class WorkerGroup:
     def mover(self, own: PageMover | None) -> None:
         """`own`: of rank 0's pages; the others have theirs."""
         self.own.mover, team = own, self.team
-        self._mover = None if own is None else GroupMover(own, team.world.size, lambda: team.lost is not None)
+        self._mover = (
+            None if own is None else GroupMover(own, team.world.size, lambda: team.lost is not None)
+        )
         if self._mover is not None:
             team.on_moved = self._mover.take
             team.on_lost.append(self._mover.wake)
@@ -124,8 +139,8 @@ class WorkerGroup:
             self._give_up(error)
 
     def take_times(self) -> dict[int, float]:
-        """Seconds that layers took on a CPU since the last call, by number or as `layer_timer` has it. From the first call on
-        they are measured."""
+        """Seconds that layers took on a CPU since the last call, by number or as `layer_timer` has
+        it. From the first call on they are measured."""
         assert isinstance(self.own, CpuRunner)
         self.team.send_all(TakeTimes())
         self._timer = self._timer or self.own.time_layers()
@@ -145,7 +160,11 @@ class WorkerGroup:
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """The ranks are not at the same point any more."""
-        what = error.message if isinstance(error, TidemillError) else f"rank 0 failed: {type(error).__name__}: {error}"
+        what = (
+            error.message
+            if isinstance(error, TidemillError)
+            else f"rank 0 failed: {type(error).__name__}: {error}"
+        )
         self.team.fail(WorkerLost(what))
         if not isinstance(error, Exception):
             raise error

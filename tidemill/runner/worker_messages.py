@@ -115,11 +115,14 @@ class Result(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     def read(self) -> StepResult:
         pooled = {row: np.frombuffer(values, np.float64) for row, values in self.pooled.items()}
-        return StepResult(self.tokens, self.logprobs, self.prompt_logprobs, pooled, self.paths, set(self.broken))
+        return StepResult(
+            self.tokens, self.logprobs, self.prompt_logprobs, pooled, self.paths, set(self.broken)
+        )
 
 
 class TakeTimes(msgspec.Struct, frozen=True, tag=True):
-    """A request for the times of the worker's layers since the last such request. The first one begins the measurement."""
+    """A request for the times of the worker's layers since the last such request. The first one
+    begins the measurement."""
 
 
 class TookTimes(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +146,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The group ends in good order."""
 
 
-FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | TookTimes | PageMoved | Failed
+FromWorker: TypeAlias = (
+    Hello | Loading | Loaded | Prepared | Result | TookTimes | PageMoved | Failed
+)
 ToWorker: TypeAlias = Join | Prepare | PutAdapter | Step | Change | TakeTimes | Stop | Failed
 
 encode = msgspec.msgpack.Encoder().encode

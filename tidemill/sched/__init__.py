@@ -1,1 +1,2 @@
-"""Request, plan, scheduler, policies. Ints only; time is a Clock passed in; the same inputs give the same plan."""
+"""Request, plan, scheduler, policies. Ints only; time is a Clock passed in; the same inputs give
+the same plan."""

@@ -1,4 +1,5 @@
-"""DraftCapacity: the drafts that fit in a step. Nobody else's token, page or output limit is touched for a guess."""
+"""DraftCapacity: the drafts that fit in a step. Nobody else's token, page or output limit is
+touched for a guess."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ class DraftCapacity:
 
     @property
     def most(self) -> int:
-        """Draws that no request needs for a token of its own, those that may start in this step included;
-        while prompts are to be computed, half of the budget stays theirs."""
+        """Draws that no request needs for a token of its own, those that may start in this step
+        included; while prompts are to be computed, half of the budget stays theirs."""
         table = self._table
         num = self._max_draws - min(table.num_rows, len(table.requests))
         left = self._token_budget - len(table.running)
-        has_prompts = bool(table.waiting) or any(request.num_needed > 1 for request in table.running)
+        has_prompts = bool(table.waiting) or any(
+            request.num_needed > 1 for request in table.running
+        )
         return max(min(num, left // 2 if has_prompts else left), 0)
 
     def take(self, request: Request, state: StepState) -> Sequence[int]:
@@ -38,7 +41,9 @@ class DraftCapacity:
         end = request.num_computed + 1 + len(drafts)
         if end > request.writable_end:
             kv, pages = self._table.kv, self._table.pages
-            num_pages = (len(self._table.running) + len(drafts) // kv.page_size + 1) * len(kv.groups)
+            num_pages = (len(self._table.running) + len(drafts) // kv.page_size + 1) * len(
+                kv.groups
+            )
             if kv.num_free_pages < num_pages:  # others need theirs in this step
                 return ()
             if not pages.make_writable(request, 1 + len(drafts)):
@@ -62,4 +67,8 @@ class DraftCapacity:
     def drafts_of(self, plan: StepPlan) -> tuple[tuple[str, int], ...]:
         """The number of drafts of each request that has some."""
         items = plan.items if plan.drafts else ()
-        return tuple((self._table.requests[item.seq].request_id, item.num_drafts) for item in items if item.num_drafts)
+        return tuple(
+            (self._table.requests[item.seq].request_id, item.num_drafts)
+            for item in items
+            if item.num_drafts
+        )

@@ -1,7 +1,9 @@
-"""EncoderOutputs: the rows of embeddings that the runner holds for segments of prompts, and who needs them.
+"""EncoderOutputs: the rows of embeddings that the runner holds for segments of prompts, and who
+needs them.
 
-A segment's rows are made in the step that computes its first tokens, before them. They stay until all of its tokens are computed,
-and after that until others need the room: the same picture in the next request is not encoded again.
+A segment's rows are made in the step that computes its first tokens, before them. They stay until
+all of its tokens are computed, and after that until others need the room: the same picture in the
+next request is not encoded again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from tidemill.types.inputs import Segment, overlapping, uncut
 @dataclass(slots=True)
 class _Entry:
     rows: list[int]
-    users: set[tuple[int, int]] = field(default_factory=set)  # by seq and where their segments start
+    # by seq and where their segments start
+    users: set[tuple[int, int]] = field(default_factory=set)
 
 
 class EncoderOutputs:
@@ -29,7 +32,8 @@ class EncoderOutputs:
         self._num_rows, self._budget, self._pages = num_rows, budget, pages
         self._free = list(range(num_rows, 0, -1))
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
-        self._used_by: dict[int, set[tuple[bytes, int]]] = {}  # by seq: keys of segments, and their starts
+        # by seq: keys of segments, and their starts
+        self._used_by: dict[int, set[tuple[bytes, int]]] = {}
         self._passed: list[tuple[int, Segment]] = []  # whose last token is in the step before
         self._num_left = budget
 
@@ -41,8 +45,8 @@ class EncoderOutputs:
         self._passed.clear()
 
     def until(self, request: Request, count: int) -> int:
-        """The number of its next tokens, of so many, that the step can compute: segments that must be are whole, and rows are
-        there or are made in this step."""
+        """The number of its next tokens, of so many, that the step can compute: segments that must
+        be are whole, and rows are there or are made in this step."""
         start, segments = request.num_computed, request.spec.segments
         end = uncut(segments, start + count)
         inside = [each for each in overlapping(segments, start, end) if each.has_rows]
@@ -61,7 +65,9 @@ class EncoderOutputs:
             if not rows:
                 return False
             entry = self._entries[segment.key] = _Entry(rows)
-            self._pages.pending.encodes.append(Encode(segment.kind, request.spec.contents[segment.key], rows))
+            self._pages.pending.encodes.append(
+                Encode(segment.kind, request.spec.contents[segment.key], rows)
+            )
         self._entries.move_to_end(segment.key)
         user = request.seq, segment.start
         if user not in entry.users:
@@ -107,6 +113,10 @@ class EncoderOutputs:
 
     def check_integrity(self) -> None:
         rows = [row for entry in self._entries.values() for row in entry.rows]
-        assert sorted(rows + self._free) == list(range(1, self._num_rows + 1)), "a row is lost or taken twice"
+        assert sorted(rows + self._free) == list(range(1, self._num_rows + 1)), (
+            "a row is lost or taken twice"
+        )
         users = {(seq, key, start) for seq, used in self._used_by.items() for key, start in used}
-        assert users == {(seq, key, start) for key, entry in self._entries.items() for seq, start in entry.users}
+        assert users == {
+            (seq, key, start) for key, entry in self._entries.items() for seq, start in entry.users
+        }

@@ -1,11 +1,14 @@
-"""Layouts: engines that are alike against prefill and decode engines, for a measured load. Numbers only.
+"""Layouts: engines that are alike against prefill and decode engines, for a measured load. Numbers
+only.
 
-A step costs `fixed_s`, and more for each token of a prompt and for each sequence that decodes. While sequences decode, steps
-follow each other; each gives a token to all of them. So a prompt's chunk in a step is waited for by every sequence of its engine.
-Where other engines compute prompts, nobody waits for them, but each engine has only one kind of work: that is worth it if both
-kinds fill their engines.
+A step costs `fixed_s`, and more for each token of a prompt and for each sequence that decodes.
+While sequences decode, steps follow each other; each gives a token to all of them. So a prompt's
+chunk in a step is waited for by every sequence of its engine. Where other engines compute prompts,
+nobody waits for them, but each engine has only one kind of work: that is worth it if both kinds
+fill their engines.
 
-What is left out: the cost of attention over long contexts, and bursts; arrivals are taken to be random and independent.
+What is left out: the cost of attention over long contexts, and bursts; arrivals are taken to be
+random and independent.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class StepCost:
 
     def times(self, factor: float) -> StepCost:
         """The costs of an engine that is so many times as slow."""
-        return StepCost(factor * self.fixed_s, factor * self.prompt_token_s, factor * self.sequence_s)
+        return StepCost(
+            factor * self.fixed_s, factor * self.prompt_token_s, factor * self.sequence_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +79,21 @@ class Advice:
     @property
     def gain(self) -> float:
         """The gain in p99 inter-token latency, if engines have roles; 0: they cannot keep up."""
-        return self.alike.itl_p99_s / self.split.itl_p99_s if self.split.busy < 1 and self.split.itl_p99_s else 0.0
+        return (
+            self.alike.itl_p99_s / self.split.itl_p99_s
+            if self.split.busy < 1 and self.split.itl_p99_s
+            else 0.0
+        )
 
 
 def compare(load: Load, alike: Engines, split: Engines, found: float = 1.0) -> Advice:
-    """`split`: engines that would be divided into the two roles. `found`: the part of a prompt's KV that decode engines need not
-    compute again."""
+    """`split`: engines that would be divided into the two roles. `found`: the part of a prompt's KV
+    that decode engines need not compute again."""
     together = expect_alike(load, alike)
-    apart = min((expect_split(load, split, num, found) for num in range(1, split.num)), key=lambda f: (f.busy, f.itl_p99_s))
+    apart = min(
+        (expect_split(load, split, num, found) for num in range(1, split.num)),
+        key=lambda f: (f.busy, f.itl_p99_s),
+    )
     advice = Advice(False, "", together, apart)
     if load.num_output <= 1:
         why = "answers have one token: nothing is decoded"
@@ -94,12 +106,17 @@ def compare(load: Load, alike: Engines, split: Engines, found: float = 1.0) -> A
     elif together.ttft_s and advice.gain < apart.ttft_s / together.ttft_s:
         why = f"the first token would take {apart.ttft_s / together.ttft_s:.2f} times as long"
     else:
-        return replace(advice, disaggregate=True, reason=f"the p99 between tokens improves {advice.gain:.2f} times")
+        return replace(
+            advice,
+            disaggregate=True,
+            reason=f"the p99 between tokens improves {advice.gain:.2f} times",
+        )
     return replace(advice, reason=why)
 
 
 def expect_alike(load: Load, engines: Engines) -> Expected:
-    """Each engine computes prompts and decodes, a chunk of a prompt in a step beside the tokens of others."""
+    """Each engine computes prompts and decodes, a chunk of a prompt in a step beside the tokens of
+    others."""
     rate, cost = load.rate / engines.num, engines.cost
     num_chunks, chunk = _chunks(load, engines)
     tokens_s = rate * (load.num_prompt * cost.prompt_token_s + load.num_output * cost.sequence_s)
@@ -112,7 +129,13 @@ def expect_alike(load: Load, engines: Engines) -> Expected:
     shared = rate * num_chunks * step_s  # of the steps: those with a chunk
     own_s = num_chunks * long_s
     wait_s = _wait_s(rate * own_s, own_s)
-    return Expected(name, busy, long_s if shared > 0.5 else short_s, long_s if shared > 0.01 else short_s, wait_s + own_s)
+    return Expected(
+        name,
+        busy,
+        long_s if shared > 0.5 else short_s,
+        long_s if shared > 0.01 else short_s,
+        wait_s + own_s,
+    )
 
 
 def expect_split(load: Load, engines: Engines, num_prefill: int, found: float = 1.0) -> Expected:
@@ -131,7 +154,13 @@ def expect_split(load: Load, engines: Engines, num_prefill: int, found: float = 
     long_s = short_s + min(chunk, num_again) * cost.prompt_token_s
     shared = rate * math.ceil(num_again / engines.token_budget) * step_s
     wait_s = _wait_s(prefill_busy, own_s)
-    return Expected(name, busy, long_s if shared > 0.5 else short_s, long_s if shared > 0.01 else short_s, wait_s + own_s)
+    return Expected(
+        name,
+        busy,
+        long_s if shared > 0.5 else short_s,
+        long_s if shared > 0.01 else short_s,
+        wait_s + own_s,
+    )
 
 
 def _chunks(load: Load, engines: Engines) -> tuple[int, float]:
@@ -140,8 +169,11 @@ def _chunks(load: Load, engines: Engines) -> tuple[int, float]:
     return num, load.num_prompt / num
 
 
-def _steps(rate: float, load: Load, cost: StepCost, tokens_s: float, num_slots: int) -> tuple[float, float]:
-    """The mean time of an engine's step, and that of one without a prompt. `tokens_s`: what tokens alone take of a second."""
+def _steps(
+    rate: float, load: Load, cost: StepCost, tokens_s: float, num_slots: int
+) -> tuple[float, float]:
+    """The mean time of an engine's step, and that of one without a prompt. `tokens_s`: what tokens
+    alone take of a second."""
     step_s = cost.fixed_s / (1 - tokens_s)
     num_decoding = min(max(rate * load.num_output * step_s, 1.0), num_slots)
     return step_s, cost.fixed_s + num_decoding * cost.sequence_s
@@ -154,10 +186,12 @@ def _wait_s(busy: float, own_s: float) -> float:
 
 @dataclass(slots=True)
 class StepCosts:
-    """Least squares over faded observations of steps: (1, prompt tokens, sequences) against seconds."""
+    """Least squares over faded observations of steps: (1, prompt tokens, sequences) against
+    seconds."""
 
     num: int = 0
-    _products: list[float] = field(default_factory=lambda: [0.0] * 6)  # of the three with each other
+    # of the three with each other
+    _products: list[float] = field(default_factory=lambda: [0.0] * 6)
     _against: list[float] = field(default_factory=lambda: [0.0] * 3)  # of each with the seconds
 
     def observe(self, num_prompt: int, num_sequences: int, seconds: float) -> None:
@@ -172,7 +206,11 @@ class StepCosts:
     def cost(self) -> StepCost | None:
         """None: steps were too few, or too much alike to tell the parts of their cost apart."""
         weight, x, y, xx, xy, yy = self._products
-        rows = [[weight, x, y, self._against[0]], [x, xx, xy, self._against[1]], [y, xy, yy, self._against[2]]]
+        rows = [
+            [weight, x, y, self._against[0]],
+            [x, xx, xy, self._against[1]],
+            [y, xy, yy, self._against[2]],
+        ]
         found = _solved(rows) if self.num >= 20 else None
         if found is None or found[1] <= 0:
             return None
@@ -182,7 +220,12 @@ class StepCosts:
 def _solved(rows: list[list[float]]) -> list[float] | None:
     """Three equations, by elimination; None if they are nearly dependent."""
     for at in range(3):
-        best = max(range(at, 3), key=lambda row: abs(rows[row][at]) / max(map(abs, rows[row][:3])) if any(rows[row][:3]) else 0.0)
+        best = max(
+            range(at, 3),
+            key=lambda row: (
+                abs(rows[row][at]) / max(map(abs, rows[row][:3])) if any(rows[row][:3]) else 0.0
+            ),
+        )
         rows[at], rows[best] = rows[best], rows[at]
         if abs(rows[at][at]) <= 1e-9 * max(1.0, *map(abs, rows[at][:3])):
             return None

@@ -1,4 +1,5 @@
-"""The pages of requests: before they start, before a step writes to them, and what the runner has not been told of them."""
+"""The pages of requests: before they start, before a step writes to them, and what the runner has
+not been told of them."""
 
 from __future__ import annotations
 
@@ -48,17 +49,28 @@ class Pages:
         """A request that has started goes on when its pages are there."""
         if self._kv.offload.is_loading(request.seq):
             self._loading[request.seq] = request, self._clock.now()
-            self._emit(events.PagesLoading(self._clock.now(), request.request_id, num_host, num_disk, num_peer))
+            self._emit(
+                events.PagesLoading(
+                    self._clock.now(), request.request_id, num_host, num_disk, num_peer
+                )
+            )
 
     def moved(self, done: Sequence[Moved]) -> list[tuple[int, str]]:
         """Returns the sequences with a page that could not be loaded, and why."""
         now = self._clock.now()
         moves, broken = self._kv.offload.moved(done)
         for tier, is_load in sorted({(move.tier, move.is_load) for move in moves}):
-            own = [result for move, result in zip(moves, done, strict=True) if (move.tier, move.is_load) == (tier, is_load)]
+            own = [
+                result
+                for move, result in zip(moves, done, strict=True)
+                if (move.tier, move.is_load) == (tier, is_load)
+            ]
             moved = [result for result in own if result.num_bytes and not result.error]
             if moved:
-                total = sum(result.num_bytes for result in moved), sum(result.seconds for result in moved)
+                total = (
+                    sum(result.num_bytes for result in moved),
+                    sum(result.seconds for result in moved),
+                )
                 self._emit(events.PagesMoved(now, tier.name.lower(), is_load, len(moved), *total))
             for why, num in Counter(result.error for result in own if result.error).items():
                 self._emit(events.MovesFailed(now, tier.name.lower(), is_load, num, why))
@@ -73,11 +85,14 @@ class Pages:
     # ---- before a request starts
 
     def path(self, request: Request) -> Path:
-        """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
+        """Its tokens in the prefix cache, up to the first position that must be computed, for its
+        logprobs."""
         if request.path is None:
             most = request.params.num_reusable
             most = most if request.kv_policy is None else min(most, request.kv_policy.num_reusable)
-            request.path = self._kv.path(request.tokens, request.spec.salt, most, request.spec.segments)
+            request.path = self._kv.path(
+                request.tokens, request.spec.salt, most, request.spec.segments
+            )
         return request.path
 
     def num_to_compute(self, request: Request) -> int:
@@ -96,23 +111,33 @@ class Pages:
         return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.kv_policy)
 
     def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
-        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
-        will take until their ends, at most."""
+        """Pages that must stay free when it starts: one for the growth of each that runs, if
+        possible, or all that they and it will take until their ends, at most."""
         if not to_the_end:
-            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.kv_policy))
-        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.kv_policy)
+            return min(
+                len(running),
+                self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.kv_policy),
+            )
+        num = self._most_pages(request) - self._kv.num_pages_for(
+            request.num_known, request.kv_policy
+        )
         return num + self.num_to_the_end(running)
 
     def num_to_the_end(self, running: Sequence[Request]) -> int:
         """Pages that these will take until their ends, at most."""
-        return sum(self._most_pages(request) - self._kv.num_pages_of(request.seq) for request in running)
+        return sum(
+            self._most_pages(request) - self._kv.num_pages_of(request.seq) for request in running
+        )
 
     def _most_pages(self, request: Request) -> int:
         return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.kv_policy)
 
-    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int, int]] | None:
-        """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
-        how many tokens are loaded from host memory, from disk and from other engines; None: there are not enough."""
+    def start(
+        self, request: Request, reserve: int
+    ) -> tuple[str, list[tuple[int, int, int]], tuple[int, int, int]] | None:
+        """Pages for all its tokens, so that so many stay free. Returns what it starts from, the
+        pages to copy, and how many tokens are loaded from host memory, from disk and from other
+        engines; None: there are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
                 return None
@@ -121,7 +146,9 @@ class Pages:
                 return None
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
             return reason, copies, (0, 0, 0)
-        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.kv_policy)
+        start = self._kv.admit(
+            request.seq, request.num_known, self.path(request), reserve, request.kv_policy
+        )
         if start is None:
             return None
         request.num_computed = start.num_cached
@@ -132,7 +159,11 @@ class Pages:
             reason += f" ({start.num_matching} match)"
         if request.params.num_reusable < self._kv.page_size:
             reason = "prefix cache not used: the request asks about the whole prompt"
-        for num, name in ((start.num_host, "host memory"), (start.num_disk, "disk"), (start.num_peer, "other engines")):
+        for num, name in (
+            (start.num_host, "host memory"),
+            (start.num_disk, "disk"),
+            (start.num_peer, "other engines"),
+        ):
             reason += f", {num} from {name}" if num else ""
         return reason, start.copies, (start.num_host, start.num_disk, start.num_peer)
 
@@ -144,9 +175,9 @@ class Pages:
         return end if request.kv_policy is not None else -(-end // size) * size
 
     def planned(self, request: Request, start: int) -> None:
-        """Its tokens from this one on are in a plan. A page can be cached once it is full of tokens that
-        are known here; between two page ends there is nothing to record. What is computed beside drafts
-        waits for them: if they are NaN, it may be, too."""
+        """Its tokens from this one on are in a plan. A page can be cached once it is full of tokens
+        that are known here; between two page ends there is nothing to record. What is computed
+        beside drafts waits for them: if they are NaN, it may be, too."""
         end = request.num_computed
         if request.kv_policy is not None and (num := request.kv_policy.num_given_up(start, end)):
             why = f"kv_policy {request.kv_policy.kind}"
@@ -159,7 +190,8 @@ class Pages:
         """Private pages for its next `count` tokens. False: there are not enough free pages."""
         end = request.num_computed + count
         if self._kv.has_windows or request.kv_policy is not None:
-            first = request.num_computed - request.num_drafts_in_flight  # where it goes on if they are wrong
+            # where it goes on if they are wrong
+            first = request.num_computed - request.num_drafts_in_flight
             first = min(first, request.num_prompt - 1) if request.children else first
             self.pending.update_pages(request.row, self._kv.trim(request.seq, first))
         new = self._kv.extend(request.seq, end)
@@ -193,15 +225,27 @@ class Pages:
             request.writable_end = 0
 
     def take_back_drafts(self, request: Request, num_drafts: int, num_wrong: int) -> None:
-        """Takes back wrong drafts: so many of the tokens computed last were wrong guesses: their place is written again. A step
-        in flight that went on from them counts for nothing, and until it is over the pages that it writes stay the request's."""
+        """Takes back wrong drafts: so many of the tokens computed last were wrong guesses: their
+        place is written again. A step in flight that went on from them counts for nothing, and
+        until it is over the pages that it writes stay the request's."""
         if not num_drafts:
             return
         if num_wrong and request.num_in_flight:
             num_lost = request.num_in_flight
-            request.num_computed, request.num_in_flight, request.num_drafts_in_flight = len(request.tokens) - 1, 0, 0
+            request.num_computed, request.num_in_flight, request.num_drafts_in_flight = (
+                len(request.tokens) - 1,
+                0,
+                0,
+            )
             request.epoch += 1
-            self._emit(events.StepLost(self._clock.now(), request.request_id, num_lost, "it followed drafts that were wrong"))
+            self._emit(
+                events.StepLost(
+                    self._clock.now(),
+                    request.request_id,
+                    num_lost,
+                    "it followed drafts that were wrong",
+                )
+            )
         elif not request.num_in_flight:
             request.num_computed = len(request.tokens) - 1
             self.shrink(request, len(request.tokens))

@@ -1,10 +1,12 @@
 """Placement: which of several replicas gets a request. Ints and strings only; loads are passed in.
 
-A request is known by the keys of its prefix: chained hashes of its leading blocks (`prefix_keys`). It goes to the replica that
-has computed the longest prefix of it, if that is a large part of the prompt. Otherwise consistent hashing says where it goes:
-every replica has a rank for every key, and adding or removing a replica moves only the keys that rank it first. Either way a
-replica that has more than its share of the requests under way is passed over: the next in rank takes the request. So is, for
-prompts that none has, one that got more than its share of the latest blocks: its cache would forget sooner than the others do.
+A request is known by the keys of its prefix: chained hashes of its leading blocks (`prefix_keys`).
+It goes to the replica that has computed the longest prefix of it, if that is a large part of the
+prompt. Otherwise consistent hashing says where it goes: every replica has a rank for every key, and
+adding or removing a replica moves only the keys that rank it first. Either way a replica that has
+more than its share of the requests under way is passed over: the next in rank takes the request. So
+is, for prompts that none has, one that got more than its share of the latest blocks: its cache
+would forget sooner than the others do.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def hash_of(*parts: bytes) -> int:
 
 
 def prefix_keys(root: bytes, prompt: bytes, block_bytes: int, most: int = MAX_BLOCKS) -> list[int]:
-    """A key for each whole block of a prompt: of the block and all before it; of the first `most`. `root`: what prompts must have
-    in common to share a cache, such as the model and the tenant."""
+    """A key for each whole block of a prompt: of the block and all before it; of the first `most`.
+    `root`: what prompts must have in common to share a cache, such as the model and the tenant."""
     hashed, blocks, keys = sha256(b"%d\0" % len(root) + root), memoryview(prompt), []
     for start in range(0, min(len(prompt) // block_bytes, most) * block_bytes, block_bytes):
         hashed.update(blocks[start : start + block_bytes])
@@ -47,16 +49,21 @@ class Choice(NamedTuple):
 class Placement:
     """`choose`, then `note` where the request went."""
 
-    def __init__(self, max_keys: int = MAX_KEYS, spread: float = 1.25, slack: int = 4, worth: float = 0.1) -> None:
-        """`spread`, `slack`: a replica may have so many times the mean load, and so many requests more. `worth`: the part of the
-        prompt's blocks that a replica must have computed to be preferred for it."""
+    def __init__(
+        self, max_keys: int = MAX_KEYS, spread: float = 1.25, slack: int = 4, worth: float = 0.1
+    ) -> None:
+        """`spread`, `slack`: a replica may have so many times the mean load, and so many requests
+        more. `worth`: the part of the prompt's blocks that a replica must have computed to be
+        preferred for it."""
         self._max_keys, self._spread, self._slack, self._worth = max_keys, spread, slack, worth
         self._bits: dict[str, int] = {}
         self._num_bits = 0
         self._seeds: dict[str, int] = {}
         self._recent: dict[str, float] = {}  # blocks that a replica got of late, times `_weight`
-        self._weight = 1.0  # of a block that comes now: it grows, so that what came before counts less
-        self._holders: OrderedDict[int, int] = OrderedDict()  # a key: the bits of the replicas that have computed it
+        # of a block that comes now: it grows, so that what came before counts less
+        self._weight = 1.0
+        # a key: the bits of the replicas that have computed it
+        self._holders: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         """Keys that are remembered."""
@@ -66,15 +73,19 @@ class Placement:
         """The most requests that a replica may have under way after it gets the next one."""
         return math.ceil(self._spread * (sum(loads.values()) + 1) / len(loads)) + self._slack
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, int], anchor: int | None = None) -> Choice:
-        """`loads`: the requests under way of each replica that may be chosen. `anchor`: what is hashed where no replica has
-        computed enough of the prompt: the same for all requests of a conversation. None: the first block that none has
-        computed."""
+    def choose(
+        self, keys: Sequence[int], loads: Mapping[str, int], anchor: int | None = None
+    ) -> Choice:
+        """`loads`: the requests under way of each replica that may be chosen. `anchor`: what is
+        hashed where no replica has computed enough of the prompt: the same for all requests of a
+        conversation. None: the first block that none has computed."""
         assert loads
         limit = self.limit(loads)
         known, num_known = self._known(keys, loads)
         if num_known and num_known >= self._worth * len(keys):
-            best = min(known, key=lambda name: (loads[name], -self._rank(name, keys[num_known - 1])))
+            best = min(
+                known, key=lambda name: (loads[name], -self._rank(name, keys[num_known - 1]))
+            )
             if loads[best] < limit:
                 return Choice(best, num_known, f"it has computed {num_known} of {len(keys)} blocks")
         if anchor is None:
@@ -82,11 +93,19 @@ class Placement:
         if anchor is None:
             return Choice(min(loads, key=lambda name: (loads[name], name)), 0, "least load")
         ranked = sorted(loads, key=lambda name: self._rank(name, anchor), reverse=True)
-        most = self._spread * sum(self._recent.get(name, 0.0) for name in loads) / len(loads) + _SPARE * self._weight
-        free = [name for name in ranked if loads[name] < limit]  # the least loaded is below the mean
+        most = (
+            self._spread * sum(self._recent.get(name, 0.0) for name in loads) / len(loads)
+            + _SPARE * self._weight
+        )
+        # the least loaded is below the mean
+        free = [name for name in ranked if loads[name] < limit]
         chosen = next((name for name in free if self._recent.get(name, 0.0) <= most), free[0])
         passed = ranked.index(chosen)
-        return Choice(chosen, num_known if chosen in known else 0, f"{passed} busier ones passed over" if passed else "hashed")
+        return Choice(
+            chosen,
+            num_known if chosen in known else 0,
+            f"{passed} busier ones passed over" if passed else "hashed",
+        )
 
     def ranked(self, anchor: int, names: Sequence[str]) -> list[str]:
         """In the order in which consistent hashing prefers them, whatever their load."""

@@ -1,4 +1,5 @@
-"""StepPlan: what the runner computes next. New sequences in full once, afterwards only what changed. Ints, no tensors."""
+"""StepPlan: what the runner computes next. New sequences in full once, afterwards only what
+changed. Ints, no tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class RowPages(msgspec.Struct, frozen=True):
 
 
 class RowCopy(msgspec.Struct, frozen=True):
-    """A fork takes a row: a copy of its source's, of its first tokens and its page tables, as they are before this plan."""
+    """A fork takes a row: a copy of its source's, of its first tokens and its page tables, as they
+    are before this plan."""
 
     source: int
     target: int
@@ -63,13 +65,15 @@ class TokenWrite(msgspec.Struct, frozen=True):
 
 
 class StepItem(msgspec.Struct, frozen=True, gc=False):
-    """One request's part of the step: tokens start .. start + count - 1 of its row, the last `num_drafts` of them guesses."""
+    """One request's part of the step: tokens start .. start + count - 1 of its row, the last
+    `num_drafts` of them guesses."""
 
     seq: int
     row: int
     start: int
     count: int
-    samples: bool  # the last of these tokens yields logits for a new one, and so does each before a draft
+    # the last of these tokens yields logits for a new one, and so does each before a draft
+    samples: bool
     epoch: int
     num_drafts: int = 0
 
@@ -80,8 +84,9 @@ class StepItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, eq=False):
-    """In this order: stores read their pages, zeroes and copies are written, loads begin, the items are computed. Moves may go on
-    meanwhile; only a page that is written waits for its store. Without items, nothing is computed and no row changes."""
+    """In this order: stores read their pages, zeroes and copies are written, loads begin, the items
+    are computed. Moves may go on meanwhile; only a page that is written waits for its store.
+    Without items, nothing is computed and no row changes."""
 
     step: int
     items: list[StepItem] = []
@@ -98,7 +103,8 @@ class StepPlan(msgspec.Struct, eq=False):
     empty_pages: list[int] = []  # that hold nothing any more, once the copies are made
     drafts: dict[int, list[int]] = {}  # by row: tokens guessed to follow the known ones
     trees: dict[int, list[int]] = {}  # by row: of drafts that are no chain, the parents (see Tree)
-    masks: dict[tuple[int, int], bytes] = {}  # by row and position: a bit per token that may come there
+    # by row and position: a bit per token that may come there
+    masks: dict[tuple[int, int], bytes] = {}
     draft_probs: dict[tuple[int, int], bytes] = {}  # of drafts that were drawn: a float32 per token
 
     @property
@@ -112,7 +118,8 @@ class StepPlan(msgspec.Struct, eq=False):
 
 
 class PendingUpdates(msgspec.Struct):
-    """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
+    """Changes of rows and pages that no plan has sent to the runner. They go with the next plan
+    that computes something."""
 
     left_rows: list[int] = []
     rows: dict[int, Request] = {}  # taken by new requests
@@ -127,32 +134,60 @@ class PendingUpdates(msgspec.Struct):
     def update_pages(self, row: int, changes: list[PageChange]) -> None:
         if changes:
             updates = self.page_updates.setdefault(row, [])
-            updates += [RowPages(row, change.group, change.first_index, change.page_ids) for change in changes]
+            updates += [
+                RowPages(row, change.group, change.first_index, change.page_ids)
+                for change in changes
+            ]
 
     def copy_page(self, row: int, source: int, target: int) -> None:
         self.page_copies.setdefault(row, []).append((source, target))
 
     def rows_that_copy(self, pages: list[int]) -> list[int]:
         """New rows whose copies would read one of these pages."""
-        return [row for row in self.rows if any(source in pages for source, _ in self.page_copies.get(row, ()))]
+        return [
+            row
+            for row in self.rows
+            if any(source in pages for source, _ in self.page_copies.get(row, ()))
+        ]
 
     def fork(self, request: Request, source: int, spare: list[PageChange]) -> None:
-        """The request takes a row as a copy of its source's, or in full if the runner does not know all of that one yet.
-        `spare`: entries of the source's page tables that the fork does not have."""
-        if any(source in changes for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates)):
+        """The request takes a row as a copy of its source's, or in full if the runner does not know
+        all of that one yet. `spare`: entries of the source's page tables that the fork does not
+        have."""
+        if any(
+            source in changes
+            for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates)
+        ):
             self.rows[request.row] = request
             return
-        self.row_copies[request.row] = RowCopy(source, request.row, len(request.tokens), request.row_spec)
+        self.row_copies[request.row] = RowCopy(
+            source, request.row, len(request.tokens), request.row_spec
+        )
         self.update_pages(request.row, spare)
 
     def forget(self, row: int) -> None:
-        """The row's request has left it. What is copied from it is still there when the next plan is carried out."""
-        for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies, self.row_inputs):
+        """The row's request has left it. What is copied from it is still there when the next plan
+        is carried out."""
+        for changes in (
+            self.rows,
+            self.row_copies,
+            self.token_writes,
+            self.page_updates,
+            self.page_copies,
+            self.row_inputs,
+        ):
             changes.pop(row, None)
 
     @property
     def is_empty(self) -> bool:
-        if self.rows or self.page_updates or self.page_copies or self.page_zeroes or self.encodes or self.row_inputs:
+        if (
+            self.rows
+            or self.page_updates
+            or self.page_copies
+            or self.page_zeroes
+            or self.encodes
+            or self.row_inputs
+        ):
             return False
         return not (self.left_rows or self.row_copies or self.token_writes)
 
@@ -163,14 +198,17 @@ class PendingUpdates(msgspec.Struct):
         assert {row for changes in changed for row in changes} <= set(rows)
 
     def send_with(self, plan: StepPlan, tables: Callable[[int], list[list[int]]]) -> None:
-        """`tables`: a sequence's pages in each group. A new row's are complete by now, whatever changed since it was taken."""
+        """`tables`: a sequence's pages in each group. A new row's are complete by now, whatever
+        changed since it was taken."""
         plan.new_rows = [
             NewRow(row, list(new.tokens), [list(pages) for pages in tables(new.seq)], new.row_spec)
             for row, new in self.rows.items()
         ]
         plan.left_rows, self.left_rows = self.left_rows, []
         plan.row_copies = list(self.row_copies.values())
-        plan.token_writes = [write for row, write in self.token_writes.items() if row not in self.rows]
+        plan.token_writes = [
+            write for row, write in self.token_writes.items() if row not in self.rows
+        ]
         plan.page_updates = [
             each
             for row, of_row in self.page_updates.items()
@@ -190,10 +228,18 @@ class PendingUpdates(msgspec.Struct):
 
 def _merged(row: int, updates: list[RowPages]) -> list[RowPages]:
     """Each entry once, as it was changed last: a device writes them all at once, in no order."""
-    pages = {(update.group, update.first_index + i): page for update in updates for i, page in enumerate(update.page_ids)}
+    pages = {
+        (update.group, update.first_index + i): page
+        for update in updates
+        for i, page in enumerate(update.page_ids)
+    }
     merged: list[RowPages] = []
     for (group, index), page in sorted(pages.items()):
-        if merged and merged[-1].group == group and merged[-1].first_index + len(merged[-1].page_ids) == index:
+        if (
+            merged
+            and merged[-1].group == group
+            and merged[-1].first_index + len(merged[-1].page_ids) == index
+        ):
             merged[-1].page_ids.append(page)
         else:
             merged.append(RowPages(row, group, index, [page]))

@@ -1,4 +1,5 @@
-"""Policies: what varies between ways of batching. The scheduler and its mechanics are the same under all of them.
+"""Policies: what varies between ways of batching. The scheduler and its mechanics are the same
+under all of them.
 
 A new policy is a class here and a line in POLICIES.
 """
@@ -22,10 +23,12 @@ class StepState:
     num_background_left: int = 0  # of the budget, what the background may have
     num_prefill_tokens: int = 0  # given out in this step so far
     num_prefilling: int = 0  # requests that got them
-    num_drafts_left: int | None = None  # of the budget, what no request needs for its next token; None: nobody asked so far
+    # of the budget, what no request needs for its next token; None: nobody asked so far
+    num_drafts_left: int | None = None
     num_waiting: int = 0  # when the step began
     num_queued: int = 0  # of these, not in the background
-    may_fill: bool = True  # whether part of the prompt in question may be taken beside another prompt
+    # whether part of the prompt in question may be taken beside another prompt
+    may_fill: bool = True
     num_rows: int = 1
     waited_s: float = 0.0  # by the request that was queued first, when the step began
     num_evicted: int = 0  # pages so far, when the step began
@@ -35,9 +38,10 @@ class StepState:
 class Policy:
     """Continuous batching with stall-free chunked prefill: the default, and the base of the others.
 
-    Running requests get their next token first; what is left of the budget computes prompts, in order of arrival, cut to fit.
-    A prompt is cut as the first one of a step. Part of a second would lengthen this step for all that wait for its tokens, and
-    save those that are queued what a step costs whatever it computes: it is taken where that is more.
+    Running requests get their next token first; what is left of the budget computes prompts, in
+    order of arrival, cut to fit. A prompt is cut as the first one of a step. Part of a second would
+    lengthen this step for all that wait for its tokens, and save those that are queued what a step
+    costs whatever it computes: it is taken where that is more.
     """
 
     name = "continuous"
@@ -50,17 +54,25 @@ class Policy:
         return state.num_left > 0
 
     def chunk(self, num_needed: int, state: StepState) -> int:
-        """The number of a prompt's remaining tokens to compute in this step; 0 to leave it for a later one."""
-        if num_needed > state.num_left and state.num_prefill_tokens > 0 and not self._pays_to_fill(state):
+        """The number of a prompt's remaining tokens to compute in this step; 0 to leave it for a
+        later one."""
+        if (
+            num_needed > state.num_left
+            and state.num_prefill_tokens > 0
+            and not self._pays_to_fill(state)
+        ):
             return 0
         return min(num_needed, state.num_left)
 
     def _pays_to_fill(self, state: StepState) -> bool:
-        return state.may_fill and self.step_cost * state.num_queued > state.num_left * max(state.num_running_before, 1)
+        return state.may_fill and self.step_cost * state.num_queued > state.num_left * max(
+            state.num_running_before, 1
+        )
 
 
 class SplitFuse(Policy):
-    """A constant budget: every step is filled to the last token, long prompts split, short ones fused."""
+    """A constant budget: every step is filled to the last token, long prompts split, short ones
+    fused."""
 
     name = "splitfuse"
 
@@ -69,8 +81,8 @@ class SplitFuse(Policy):
 
 
 class PrefillFirst(Policy):
-    """Prompts as soon as they arrive, in steps of their own; running requests wait meanwhile. A prompt is cut only where it
-    exceeds the budget: no runner has memory for larger steps."""
+    """Prompts as soon as they arrive, in steps of their own; running requests wait meanwhile. A
+    prompt is cut only where it exceeds the budget: no runner has memory for larger steps."""
 
     name = "prefill-first"
     prefill_first = True
@@ -89,7 +101,8 @@ class Static(SplitFuse):
 
 
 class Dynamic(Static):
-    """The static policy, but a batch forms until it is full or its first request has waited for the window."""
+    """The static policy, but a batch forms until it is full or its first request has waited for the
+    window."""
 
     name = "dynamic"
 
@@ -107,7 +120,9 @@ class NoBatching(Policy):
         return state.num_running == 0
 
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, Dynamic, NoBatching)}
+POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, Dynamic, NoBatching)
+}
 
 
 def make_policy(name: str, window_s: float = 0.0, step_cost: int = 0) -> Policy:

@@ -15,13 +15,17 @@ def lower(running: Sequence[Request], request: Request) -> list[Request]:
     return [each for each in running if each.yields_to(request)]
 
 
-def beyond_their_part(running: Sequence[Request], request: Request, num_tenants: int, num_rows: int) -> list[Request]:
-    """The requests beyond its part of the slots, of the tenant that runs most (the part is the same for all tenants with
-    requests), if the request's tenant has not got its own."""
+def beyond_their_part(
+    running: Sequence[Request], request: Request, num_tenants: int, num_rows: int
+) -> list[Request]:
+    """The requests beyond its part of the slots, of the tenant that runs most (the part is the same
+    for all tenants with requests), if the request's tenant has not got its own."""
     if num_tenants < 2:
         return []
     part = max(1, num_rows // num_tenants)
-    num_running = Counter(each.account for each in running if each.in_background is request.in_background)
+    num_running = Counter(
+        each.account for each in running if each.in_background is request.in_background
+    )
     most = max(num_running, key=lambda account: num_running[account], default=request.account)
     if num_running[request.account] >= part or num_running[most] <= part:
         return []

@@ -1,13 +1,16 @@
-"""WaitingQueue: requests without a slot, in one queue per tenant. Choosing the next one looks at tenants, not at requests.
+"""WaitingQueue: requests without a slot, in one queue per tenant. Choosing the next one looks at
+tenants, not at requests.
 
-Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request of a tenant, once it has
-waited `AGEING_S`, is level with the highest priority that waits. Among tenants on one level, the one with the fewest computed
-tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
-A request that has waited that long is not preempted for higher priorities afterwards.
-The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
+Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request
+of a tenant, once it has waited `AGEING_S`, is level with the highest priority that waits. Among
+tenants on one level, the one with the fewest computed tokens is next; within a tenant, higher
+priorities and the oldest request alternate. So no priority starves another one. A request that has
+waited that long is not preempted for higher priorities afterwards. The background
+(`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
 
-By prefix, the next of a tenant's requests of one priority is the one of which most tokens are cached, before others overwrite
-them. Once the first in line has waited `PASSING_S`, the two alternate: nobody starves.
+By prefix, the next of a tenant's requests of one priority is the one of which most tokens are
+cached, before others overwrite them. Once the first in line has waited `PASSING_S`, the two
+alternate: nobody starves.
 """
 
 from __future__ import annotations
@@ -44,20 +47,28 @@ class Tenant:
     was_passed: bool = False  # the first in line, by one with a longer prefix
 
     def candidate(self, best: int, now: float) -> Request | None:
-        """The next request if this tenant's turn comes. `best`: the highest priority that waits, of any tenant."""
+        """The next request if this tenant's turn comes. `best`: the highest priority that waits, of
+        any tenant."""
         head, oldest = self.ready[0], self.by_age[0]
         is_aged = oldest.is_aged or now - oldest.queued_s >= AGEING_S
         if head.priority > best and not is_aged:
             return None
-        if is_aged and oldest.priority > head.priority and (self.oldest_is_next or head.priority > best):
+        if (
+            is_aged
+            and oldest.priority > head.priority
+            and (self.oldest_is_next or head.priority > best)
+        ):
             return oldest
         return head
 
     def by_prefix(self, chosen: Request, now: float, num_cached: NumCached) -> Request:
-        """Instead of the first request in line, the one with the longest cached prefix; of several, the first."""
+        """Instead of the first request in line, the one with the longest cached prefix; of several,
+        the first."""
         if chosen is not self.ready[0] or (self.was_passed and now - chosen.queued_s >= PASSING_S):
             return chosen
-        line = takewhile(lambda request: request.priority == chosen.priority, islice(self.ready, _NUM_COMPARED))
+        line = takewhile(
+            lambda request: request.priority == chosen.priority, islice(self.ready, _NUM_COMPARED)
+        )
         return max(line, key=num_cached)
 
 
@@ -71,12 +82,14 @@ class _Class:
         self._served_before: dict[str, int] = {}  # of tenants without requests
 
     def join(self, request: Request) -> None:
-        """A tenant that had no requests starts level with the least served of those present: idling saves up no claim, and
-        leaving for a moment pays no debt."""
+        """A tenant that had no requests starts level with the least served of those present: idling
+        saves up no claim, and leaving for a moment pays no debt."""
         tenant = self.tenants.get(request.spec.tenant)
         if tenant is None:
             least = min((other.num_served for other in self.tenants.values()), default=0)
-            tenant = self.tenants[request.spec.tenant] = Tenant(max(self._served_before.pop(request.spec.tenant, 0), least))
+            tenant = self.tenants[request.spec.tenant] = Tenant(
+                max(self._served_before.pop(request.spec.tenant, 0), least)
+            )
         tenant.num_requests += 1
         request.account = tenant
 
@@ -91,7 +104,9 @@ class _Class:
             self._served_before.clear()  # all start level again
         elif len(self._served_before) > _NUM_REMEMBERED:
             least = min(other.num_served for other in self.tenants.values())
-            kept = [(name, served) for name, served in self._served_before.items() if served > least]
+            kept = [
+                (name, served) for name, served in self._served_before.items() if served > least
+            ]
             self._served_before = dict(kept[-_NUM_REMEMBERED // 2 :])
 
     def push(self, request: Request, now: float) -> None:
@@ -135,7 +150,9 @@ class _Class:
         chosen, least, best = None, (0, 0), self.best
         for tenant in self._ready.values():
             served = (tenant.num_served, tenant.ready[0].seq)
-            if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:
+            if (chosen is None or served < least) and (
+                request := tenant.candidate(best, now)
+            ) is not None:
                 chosen, least = request, served
         if chosen is not None and num_cached is not None:
             return chosen.account.by_prefix(chosen, now, num_cached)
@@ -143,14 +160,18 @@ class _Class:
 
     def check_integrity(self) -> None:
         assert self.num_waiting == sum(tenant.num_waiting for tenant in self.tenants.values())
-        assert self._ready == {name: tenant for name, tenant in self.tenants.items() if tenant.ready}
+        assert self._ready == {
+            name: tenant for name, tenant in self.tenants.items() if tenant.ready
+        }
         assert not self._served_before.keys() & self.tenants.keys()
         assert len(self._served_before) <= _NUM_REMEMBERED
         for tenant in self.tenants.values():
             assert tenant.num_requests >= tenant.num_waiting >= len(tenant.ready)
             assert tenant.ready == sorted(tenant.ready, key=_place)
             assert tenant.by_age == sorted(tenant.ready, key=_age)
-            assert all(request.parent is None and not request.awaiting_choice for request in tenant.ready)
+            assert all(
+                request.parent is None and not request.awaiting_choice for request in tenant.ready
+            )
 
 
 class WaitingQueue:
@@ -186,8 +207,8 @@ class WaitingQueue:
         self._classes[request.in_background].leave(request)
 
     def push(self, request: Request, now: float) -> None:
-        """Queue a request that has joined. It can be chosen once it does not wait for a prompt that it will share, nor for a
-        token."""
+        """Queue a request that has joined. It can be chosen once it does not wait for a prompt that
+        it will share, nor for a token."""
         self.requests[request.seq] = request
         self._classes[request.in_background].push(request, now)
 
@@ -200,14 +221,18 @@ class WaitingQueue:
         self._classes[request.in_background].remove(request)
 
     def first(self, now: float, num_cached: NumCached | None = None) -> Request | None:
-        """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
+        """The request that starts next. `num_cached`: choose by prefix; how many of a request's
+        tokens are cached."""
         if len(self.requests) <= 1:
             only = next(iter(self.requests.values()), None)
             return only if only is not None and only.account.ready else None
-        return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
+        return self._classes[False].first(now, num_cached) or self._classes[True].first(
+            now, num_cached
+        )
 
     def only_tenant(self) -> Tenant | None:
-        """The only one with a request that could start, if there is only one; of the background only if no other has."""
+        """The only one with a request that could start, if there is only one; of the background
+        only if no other has."""
         for kind in self._classes:
             if ready := list(kind.ready()):
                 return ready[0] if len(ready) == 1 else None
@@ -215,7 +240,10 @@ class WaitingQueue:
 
     def waited_s(self, now: float) -> float:
         """The longest time that one of the requests that could start has waited in the queue."""
-        return max((now - tenant.by_age[0].queued_s for kind in self._classes for tenant in kind.ready()), default=0.0)
+        return max(
+            (now - tenant.by_age[0].queued_s for kind in self._classes for tenant in kind.ready()),
+            default=0.0,
+        )
 
     def take(self, request: Request, now: float) -> str:
         """Remove the request that starts now. Returns why it goes before others, if it does."""
@@ -226,7 +254,8 @@ class WaitingQueue:
         by_age = request.priority > self._classes[request.in_background].best
         self.remove(request)
         request.waited_s = now - request.queued_s
-        request.is_aged |= by_age or request.waited_s >= AGEING_S  # once back in the queue it would be before them again
+        # once back in the queue it would be before them again
+        request.is_aged |= by_age or request.waited_s >= AGEING_S
         if by_age:
             return f"before higher priorities, after {request.waited_s:.0f} s in the queue"
         return f"before {num_passed} that came earlier: the longest prefix" if num_passed else ""
@@ -245,25 +274,43 @@ def _age(request: Request) -> tuple[bool, float, int]:
     return not request.is_aged, request.queued_s, request.seq
 
 
-def _index(line: list[Request], request: Request, key: Callable[[Request], tuple[float, ...]]) -> int:
+def _index(
+    line: list[Request], request: Request, key: Callable[[Request], tuple[float, ...]]
+) -> int:
     """The index in the line where the request is, or would be. Mostly it is the first."""
     return 0 if line and line[0] is request else bisect_left(line, key(request), key=key)
 
 
-def check_room(most: int, request: Submit, queued: Iterable[Submit], waiting: WaitingQueue | None = None) -> None:
-    """Raise QueueFull if the request cannot be queued behind those that are `queued` and those that the scheduler has `waiting`,
-    of which only its own class counts.
+def check_room(
+    most: int, request: Submit, queued: Iterable[Submit], waiting: WaitingQueue | None = None
+) -> None:
+    """Raise QueueFull if the request cannot be queued behind those that are `queued` and those that
+    the scheduler has `waiting`, of which only its own class counts.
 
-    One tenant's part of the queue is half of what the others leave, so that there is always room for another tenant. Without API
-    keys there is one tenant, the one without a name, and only the bound applies."""
-    num_new, tenant, in_background = request.params.n, request.tenant, request.priority >= BACKGROUND
-    others = [(other.params.n, other.tenant) for other in queued if (other.priority >= BACKGROUND) == in_background]
-    num_waiting, num_own = sum(num for num, _ in others), sum(num for num, other in others if other == tenant)
+    One tenant's part of the queue is half of what the others leave, so that there is always room
+    for another tenant. Without API keys there is one tenant, the one without a name, and only the
+    bound applies."""
+    num_new, tenant, in_background = (
+        request.params.n,
+        request.tenant,
+        request.priority >= BACKGROUND,
+    )
+    others = [
+        (other.params.n, other.tenant)
+        for other in queued
+        if (other.priority >= BACKGROUND) == in_background
+    ]
+    num_waiting, num_own = (
+        sum(num for num, _ in others),
+        sum(num for num, other in others if other == tenant),
+    )
     if waiting is not None:
         num_waiting += waiting.num_waiting(in_background)
         num_own += waiting.num_waiting(in_background, tenant)
     if num_waiting + num_new > most:
-        raise QueueFull(f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later.")
+        raise QueueFull(
+            f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later."
+        )
     most_own = (most - num_waiting + num_own) // 2
     if tenant and num_own and num_own + num_new > most_own:
         raise QueueFull(

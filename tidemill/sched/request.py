@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tidemill.kv.prefix import Path
     from tidemill.sched.queue import Tenant
 
-BACKGROUND = 1_000_000  # requests of this priority value and above yield to all others, also while they run
+# requests of this priority value and above yield to all others, also while they run
+BACKGROUND = 1_000_000
 
 
 HANDED_OVER = "handed over"  # the finish reason of a request that goes on in another engine
@@ -44,7 +45,8 @@ class RowSpec(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """There is no prefill phase and no decode phase: a step computes some of the tokens that are not computed yet.
+    """There is no prefill phase and no decode phase: a step computes some of the tokens that are
+    not computed yet.
 
     tokens         |----- prompt -----|-- output --|. in flight .|
     num_computed   |=============>                                     (advanced when a step is planned)
@@ -59,32 +61,43 @@ class Request:
     max_tokens: int  # resolved: never None, never past the context
     arrival_s: float
     parent: Request | None = None  # whose prompt pages this sample will share
-    children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
+    # samples waiting for this request's prompt
+    children: list[Request] = field(default_factory=list)
     hands_over: bool = False  # it goes on in another engine when it has reached `max_tokens`
-    family_id: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
+    # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
+    family_id: int = -1
 
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0
-    num_in_flight: int = 0  # sampled on the device, not yet known to the host: so many, if drafts under way are right
+    # sampled on the device, not yet known to the host: so many, if drafts under way are right
+    num_in_flight: int = 0
     num_drafts_in_flight: int = 0  # of them, drafts
-    drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step; see `guess`
+    # guesses of the tokens that follow, to be verified by its next step; see `guess`
+    drafts: Sequence[int] = ()
     had_drafts: bool = False  # or a drafter wrote to its pages
     takes_drafts: bool = True
     drafted_step: int = -1  # the last that was planned with drafts of it, or behind some
-    writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
+    # tokens before this one are in pages that no other sequence shares, so they can be written at
+    # once
+    writable_end: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     prefix_leases: Sequence[Hold] = ()  # of its prefixes, that are to be made
     num_held: int = 0  # tokens of its longest prefix that was held for it
-    epoch: int = 0  # raised by preemption and wrong drafts, so that results of steps planned before are recognised as stale
-    awaiting_choice: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
+    # raised by preemption and wrong drafts, so that results of steps planned before are recognised
+    # as stale
+    epoch: int = 0
+    # its latest token is not decided: it is not computed until `Scheduler.choose`
+    awaiting_choice: bool = False
     deferred_because: str = ""
-    path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
+    # of its tokens when it was last queued; made once, however often admission is tried
+    path: Path | None = None
     started_s: float | None = None
     first_token_s: float | None = None
     waited_s: float = 0.0  # in the queue, until it last started
     queued_s: float = 0.0  # while it is queued: now less its time in the queue
-    is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
+    # it started before requests of higher priority, and is not preempted for them
+    is_aged: bool = False
     account: Tenant = field(init=False)  # set when it is queued for the first time
     # Of the specs, what is looked at in every step:
     num_prompt: int = field(init=False)
@@ -94,7 +107,8 @@ class Request:
     extra_bytes: int = field(init=False)  # that it keeps beside its pages while it has a row
     is_plain: bool = field(init=False)  # while it decodes, a line in the plan is all it needs
     ends: frozenset[int] = field(init=False)  # tokens that end it, once it has enough
-    placeholders: frozenset[int] = field(init=False)  # ids in its prompt for which rows of embeddings stand
+    # ids in its prompt for which rows of embeddings stand
+    placeholders: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         spec, params = self.row_spec, self.row_spec.params
@@ -104,7 +118,9 @@ class Request:
         self.waits_for_tokens = params.waits_for_tokens
         self.extra_bytes = 0 if spec.cache is None else spec.cache.beside_bytes
         self.guess(self.drafts)
-        filled = [self.tokens[each.start : each.end] for each in self.spec.segments if each.has_rows]
+        filled = [
+            self.tokens[each.start : each.end] for each in self.spec.segments if each.has_rows
+        ]
         self.placeholders = frozenset(chain.from_iterable(filled))
         eos = frozenset[int]() if params.ignore_eos else spec.eos_token_ids
         self.ends = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
@@ -147,7 +163,8 @@ class Request:
         )
 
     def leave_family(self) -> Request | None:
-        """It ends before its samples have forked from it. Returns the one that computes the prompt from now on, if any."""
+        """It ends before its samples have forked from it. Returns the one that computes the prompt
+        from now on, if any."""
         if self.parent is not None:
             self.parent.children.remove(self)
             self.parent = None
@@ -175,17 +192,20 @@ class Request:
     def spans(self, now: float) -> tuple[float, float, float]:
         """Its time up to `now`: in the queue, then until the first token, then since."""
         started = self.started_s if self.started_s is not None else now
-        first = max(self.first_token_s, started) if self.first_token_s is not None else now  # another engine may have had it
+        # another engine may have had it
+        first = max(self.first_token_s, started) if self.first_token_s is not None else now
         return started - self.arrival_s, first - started, now - first
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Order in the queue: lower priority value, then earlier arrival; a fork comes right behind what it was forked from."""
+        """Order in the queue: lower priority value, then earlier arrival; a fork comes right behind
+        what it was forked from."""
         return (self.priority, self.family_id, self.seq)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int, int]:
-        """Order of running requests; the last one is preempted first. Ageing holds on: what it let start, it lets finish."""
+        """Order of running requests; the last one is preempted first. Ageing holds on: what it let
+        start, it lets finish."""
         return (self.in_background, not self.is_aged, self.priority, self.family_id, self.seq)
 
     def yields_to(self, other: Request) -> bool:

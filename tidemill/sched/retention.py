@@ -1,4 +1,5 @@
-"""Retention: which prefixes are held in the KV cache, from when and until when. The mechanism is in kv/holds.py."""
+"""Retention: which prefixes are held in the KV cache, from when and until when. The mechanism is in
+kv/holds.py."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ class Retention:
     """Holds what requests ask for, and ends it. Every decision is an event."""
 
     def __init__(self, kv: KVManager, clock: Clock, emit: EventSink, evict: bool = True) -> None:
-        """`evict`: False: free pages are reserved for running requests, so that no pin may take one."""
+        """`evict`: False: free pages are reserved for running requests, so that no pin may take
+        one."""
         self._kv, self._clock, self._emit, self._evict = kv, clock, emit, evict
 
     def take(self, request: Request, has_ended: bool) -> None:
-        """Hold what of a request is computed by now: prefixes of its prompt, or all of a request that ends."""
+        """Hold what of a request is computed by now: prefixes of its prompt, or all of a request
+        that ends."""
         left = []
         for hold in request.prefix_leases:
             if hold.num_tokens or has_ended:
@@ -33,7 +36,15 @@ class Retention:
     def _hold(self, request: Request, hold: Hold) -> None:
         now, name = self._clock.now(), hold.name
         num_tokens = min(hold.num_tokens or len(request.tokens), request.num_computed)
-        held = Held(name, request.spec.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned, adapter_id=request.spec.adapter)
+        held = Held(
+            name,
+            request.spec.tenant,
+            num_tokens,
+            (),
+            now + hold.ttl_s,
+            hold.is_pinned,
+            adapter_id=request.spec.adapter,
+        )
         if hold.is_pinned and not self._evict and (self._kv.has_states or self._kv.has_windows):
             why = "pages that it does not hold any more are reserved for running requests (--no-evict)"
         else:
@@ -44,7 +55,9 @@ class Retention:
             return
         request.num_held = max(request.num_held, min(held.num_tokens, request.num_prompt))
         counts = (held.num_tokens, len(held.pages), hold.ttl_s, hold.is_pinned)
-        self._emit(events.PrefixHeld(now, request.request_id, name, *counts, hold.reason, *self._totals))
+        self._emit(
+            events.PrefixHeld(now, request.request_id, name, *counts, hold.reason, *self._totals)
+        )
 
     @property
     def _totals(self) -> tuple[int, int]:
@@ -55,7 +68,9 @@ class Retention:
         now = self._clock.now()
         if ttl_s <= 0:
             for request in live:
-                request.prefix_leases = [hold for hold in request.prefix_leases if hold.name != name]
+                request.prefix_leases = [
+                    hold for hold in request.prefix_leases if hold.name != name
+                ]
             ended = self._kv.held.drop(name)
             self._report([ended] if ended else [], reason)
         elif self._kv.held.renew(name, now + ttl_s) is not None:
@@ -72,7 +87,8 @@ class Retention:
         self._report(self._kv.held.drop_of(adapter_id), reason)
 
     def give_up_a_pin(self, request: Request) -> bool:
-        """A request that fits the pool cannot start though nothing else runs. False: there is no pin."""
+        """A request that fits the pool cannot start though nothing else runs. False: there is no
+        pin."""
         ended = self._kv.held.drop_a_pin()
         self._report([ended] if ended else [], f"{request.request_id} cannot run beside it")
         return ended is not None

@@ -1,4 +1,5 @@
-"""Room: what an engine can still take, by what it reported last and what was promised since. Ints and strings only."""
+"""Room: what an engine can still take, by what it reported last and what was promised since. Ints
+and strings only."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ class _Promise:
 
 @dataclass(slots=True)
 class Room:
-    """The capacity of an engine that gets requests whose prompts another one computes first. Rows and pages are promised when the
-    prompt begins; the promise ends when the engine has admitted the request and counts it itself."""
+    """The capacity of an engine that gets requests whose prompts another one computes first. Rows
+    and pages are promised when the prompt begins; the promise ends when the engine has admitted the
+    request and counts it itself."""
 
     num_rows: int
     num_pages: int
@@ -35,10 +37,14 @@ class Room:
 
     @property
     def has_row(self) -> bool:
-        return self.num_taken + sum(promise.num_rows for promise in self._promised.values()) < self.num_rows
+        return (
+            self.num_taken + sum(promise.num_rows for promise in self._promised.values())
+            < self.num_rows
+        )
 
     def why_not(self, num_rows: int, num_pages: int) -> str:
-        """Why there is no room for so many; empty: there is. An engine with nothing to do takes whatever comes."""
+        """Why there is no room for so many; empty: there is. An engine with nothing to do takes
+        whatever comes."""
         rows = self.num_taken + sum(promise.num_rows for promise in self._promised.values())
         if not rows:
             return ""
@@ -46,7 +52,9 @@ class Room:
             return f"{rows} of {self.num_rows} slots are taken or promised"
         free = self.num_pages if self.num_free < 0 else self.num_free
         free -= sum(promise.num_pages for promise in self._promised.values())
-        return "" if num_pages <= free else f"{max(free, 0)} pages are free, and it needs {num_pages}"
+        return (
+            "" if num_pages <= free else f"{max(free, 0)} pages are free, and it needs {num_pages}"
+        )
 
     def promise(self, request_id: str, num_rows: int, num_pages: int) -> None:
         self._promised[request_id] = _Promise(num_rows, num_pages)
@@ -67,9 +75,12 @@ class Room:
         self.num_taken, self.num_free = num_running + num_waiting, num_free
 
 
-def first_in(waiting: Iterable[tuple[str, int, int]], under_way: dict[str, int], background: int) -> int:
-    """The next of those that wait for room: index into `waiting`, of tenant, priority and order of arrival. The background comes
-    last, then by priority, then the tenant that has the fewest requests under way."""
+def first_in(
+    waiting: Iterable[tuple[str, int, int]], under_way: dict[str, int], background: int
+) -> int:
+    """The next of those that wait for room: index into `waiting`, of tenant, priority and order of
+    arrival. The background comes last, then by priority, then the tenant that has the fewest
+    requests under way."""
     ranked = [
         (priority >= background, priority, under_way.get(tenant, 0), order, at)
         for at, (tenant, priority, order) in enumerate(waiting)

@@ -1,8 +1,10 @@
-"""The phase-free scheduler: each step gives each chosen request n more tokens to compute until `num_computed` catches up.
+"""The phase-free scheduler: each step gives each chosen request n more tokens to compute until
+`num_computed` catches up.
 
-Chunked prefill, prefix hits, preemption and drafts of tokens to come are all this one rule. `plan()` decides a step,
-`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan. For a
-request whose drafts are being verified, that step takes them to be right: if one is not, what it computes counts for nothing.
+Chunked prefill, prefix hits, preemption and drafts of tokens to come are all this one rule.
+`plan()` decides a step, `commit()` takes its results; between the two another step may be planned,
+since `num_computed` is advanced by the plan. For a request whose drafts are being verified, that
+step takes them to be right: if one is not, what it computes counts for nothing.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ class Scheduler:
         policy_bytes: int = 0,
         input_rows: int = 0,
     ) -> None:
-        """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
-        how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
-        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
-        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
-        what can run to its end is admitted, and none is preempted. `policy_bytes`: what rows may keep beside their pages, where
-        that is counted. `input_rows`: rows of embeddings that the runner holds."""
+        """`background_tokens`: how many tokens a step, on average, background requests get beside
+        others. `background_budget`: how many alone; it is smaller than `token_budget`, since a
+        request that arrives waits for the step to end. `whole_prompts`: a prompt is computed in one
+        step, never cut; the budget holds the longest. `max_draws`: how many tokens the runner can
+        draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`.
+        `evict`: False: only what can run to its end is admitted, and none is preempted.
+        `policy_bytes`: what rows may keep beside their pages, where that is counted. `input_rows`:
+        rows of embeddings that the runner holds."""
         table = RequestTable(
             kv,
             num_rows=num_rows,
@@ -70,7 +74,9 @@ class Scheduler:
         self.token_budget = token_budget
         self.draft_capacity = DraftCapacity(table, token_budget, max_draws or token_budget)
         most_saved = token_budget if whole_prompts else max(background_tokens, 1.0)
-        self._background = Background(background_tokens, background_budget or token_budget, most_saved)
+        self._background = Background(
+            background_tokens, background_budget or token_budget, most_saved
+        )
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
         self._policy_bytes = policy_bytes
@@ -83,13 +89,15 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
+        """Decide the next step, or None if nothing can run. It has no items if pages are to be
+        moved and nothing can run."""
         if not self.has_work:
             return self.plan_moves()
         plan, state = self.begin_plan()
         self._fill(plan, state)
         if plan.is_empty and not any(request.num_in_flight for request in self.running):
-            state.num_background_left = self._background.budget  # no other request can use this step
+            # no other request can use this step
+            state.num_background_left = self._background.budget
             self._fill(plan, state)
             self._make_undecided_yield(plan, state)
         return self.end_plan(plan, state)
@@ -135,8 +143,13 @@ class Scheduler:
 
     @property
     def idle_s(self) -> float:
-        """After a plan of nothing: how long until one may have something, if no request comes, because a batch is forming."""
-        return 0.0 if self.running or not self.waiting else max(self.policy.window_s - self._waited_s(), 0.0)
+        """After a plan of nothing: how long until one may have something, if no request comes,
+        because a batch is forming."""
+        return (
+            0.0
+            if self.running or not self.waiting
+            else max(self.policy.window_s - self._waited_s(), 0.0)
+        )
 
     def _waited_s(self) -> float:
         """By the request that was queued first, if it matters."""
@@ -150,11 +163,16 @@ class Scheduler:
     def _fetch_announced(self) -> None:
         """Fetches announced pages of other engines. Where no request is preempted, they do not go
         into pages that are promised to those that run."""
-        self.kv.offload.fetch_announced(lambda: 0 if self._evict else self._pages.num_to_the_end(self.running))
+        self.kv.offload.fetch_announced(
+            lambda: 0 if self._evict else self._pages.num_to_the_end(self.running)
+        )
 
     def _planned(self, plan: StepPlan, num_prefilling: int) -> events.StepPlanned:
         requests, items = self.requests, plan.items
-        names, counts = [requests[item.seq].request_id for item in items], [item.count for item in items]
+        names, counts = (
+            [requests[item.seq].request_id for item in items],
+            [item.count for item in items],
+        )
         num_tokens = dict(zip(names, counts, strict=True))
         if len(num_tokens) < len(names):  # beams have the same name
             num_tokens = dict.fromkeys(names, 0)
@@ -185,15 +203,20 @@ class Scheduler:
         self.prefill([] if all_decode else self._prompts(), plan, state)
 
     def _make_undecided_yield(self, plan: StepPlan, state: StepState) -> None:
-        """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
-        while not plan.items and (undecided := [request for request in self.running if request.awaiting_choice]):
-            self.table.preempt(undecided[-1], "held, and those that it waits for have no slot or pages")
+        """Nothing runs but requests that are held: until others, on which they wait, get their rows
+        and pages, take theirs."""
+        while not plan.items and (
+            undecided := [request for request in self.running if request.awaiting_choice]
+        ):
+            self.table.preempt(
+                undecided[-1], "held, and those that it waits for have no slot or pages"
+            )
             state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, list[int]]) -> list[Progress]:
-        """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
-        that end leave at once."""
+        """Take a step's results: of each row that samples, the drafts that were right and the token
+        drawn after them. Requests that end leave at once."""
         now, self.table.committed = self._clock.now(), plan.step
         self.kv.offload.trust(plan.step + 1)
         progress: list[Progress] = []
@@ -218,7 +241,11 @@ class Scheduler:
             if request.waits_for_tokens:
                 request.awaiting_choice = request.params.beams is not None
             reason = None
-            if len(kept) == 1 and kept[0] not in request.ends and len(own) - request.num_prompt < request.max_tokens - 1:
+            if (
+                len(kept) == 1
+                and kept[0] not in request.ends
+                and len(own) - request.num_prompt < request.max_tokens - 1
+            ):
                 own.append(kept[0])  # nearly all: it goes on
             else:
                 kept, reason = append(request, kept)
@@ -229,7 +256,9 @@ class Scheduler:
                 has_finished = True
                 self.table.end(request, reason, now)
             elif has_several:
-                self._pages.take_back_drafts(request, item.num_drafts, item.num_drafts + 1 - len(kept))
+                self._pages.take_back_drafts(
+                    request, item.num_drafts, item.num_drafts + 1 - len(kept)
+                )
             progress.append(Progress(request, kept, reason, item.num_drafts))
         if has_finished:
             self.table.tell_what_is_left(now)
@@ -244,8 +273,14 @@ class Scheduler:
     # ---- running requests: one more token each
 
     def decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
-        """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
-        page_size, is_loading, running, items = self.kv.page_size, self.kv.offload.num_loading > 0, Status.RUNNING, plan.items
+        """One more token for each. Most need nothing but a line in the plan: theirs is written
+        here, as `_schedule` does it."""
+        page_size, is_loading, running, items = (
+            self.kv.page_size,
+            self.kv.offload.num_loading > 0,
+            Status.RUNNING,
+            plan.items,
+        )
         for request in requests:
             if state.num_left == 0 or (request.in_background and state.num_background_left <= 0):
                 break
@@ -263,7 +298,8 @@ class Scheduler:
                 self._decode_further(request, plan, state)
                 continue
             if end > request.writable_end:
-                # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
+                # A victim of preemption ranks after all that are scheduled so far, so it is not in
+                # the plan yet.
                 if not self._make_writable(request, 1):
                     continue
                 request.writable_end = -(-end // page_size) * page_size
@@ -286,8 +322,8 @@ class Scheduler:
         self._schedule(request, 1, plan, state, drafts)
 
     def _make_writable(self, request: Request, count: int, planned: Collection[int] = ()) -> bool:
-        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself, or
-        one of those that are `planned` already."""
+        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are
+        none. False: that was itself, or one of those that are `planned` already."""
         while not self._pages.make_writable(request, count):
             victim = self._victim()
             if victim is self.running[0] and self.retention.give_up_a_pin(request):
@@ -302,8 +338,8 @@ class Scheduler:
     # ---- prompts: started ones first, then waiting ones while there is room
 
     def prefill(self, prompts: list[Request], plan: StepPlan, state: StepState) -> None:
-        """Go on with these prompts, then start queued requests. The background comes last, within what it is allowed; while
-        others wait, none of it starts."""
+        """Go on with these prompts, then start queued requests. The background comes last, within
+        what it is allowed; while others wait, none of it starts."""
         if not prompts and not self.waiting.requests:
             return
         self._continue_prompts(prompts, plan, state, in_background=False)
@@ -317,9 +353,15 @@ class Scheduler:
 
     def _prompts(self) -> list[Request]:
         """The running requests with more than one token to compute."""
-        return [request for request in self.running if len(request.tokens) + request.num_in_flight - request.num_computed > 1]
+        return [
+            request
+            for request in self.running
+            if len(request.tokens) + request.num_in_flight - request.num_computed > 1
+        ]
 
-    def _continue_prompts(self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool) -> None:
+    def _continue_prompts(
+        self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool
+    ) -> None:
         for started in prompts:
             if state.num_left <= 0:
                 return
@@ -337,12 +379,16 @@ class Scheduler:
                     self._schedule(started, count, plan, state)
 
     def _kept_for_others(self, started: Request, state: StepState) -> int:
-        """The tokens that a prompt of several steps leaves to others in each step: a short prompt of another tenant need not wait
-        for its end."""
+        """The tokens that a prompt of several steps leaves to others in each step: a short prompt
+        of another tenant need not wait for its end."""
         if started.num_needed < state.num_left or not self.table.free_rows:
             return 0
         other = self.next_waiting()
-        if other is None or other.account is started.account or other.in_background is not started.in_background:
+        if (
+            other is None
+            or other.account is started.account
+            or other.in_background is not started.in_background
+        ):
             return 0
         num = self._pages.num_to_compute(other)
         return num if 2 * num <= state.num_left else 0
@@ -351,22 +397,34 @@ class Scheduler:
         """The request that starts next. Prefixes are compared only while one could start."""
         if not self.waiting.requests:
             return None
-        return self.waiting.first(self._clock.now(), self._pages.num_cached if self._by_prefix and self.table.free_rows else None)
+        return self.waiting.first(
+            self._clock.now(),
+            self._pages.num_cached if self._by_prefix and self.table.free_rows else None,
+        )
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
-        while (request := self.next_waiting()) is not None and request.in_background is in_background:
+        while (
+            request := self.next_waiting()
+        ) is not None and request.in_background is in_background:
             obstacle = self.obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
                 return False
             if not self._admit(request):
                 forked = self.table.forked
-                nothing_goes_on = not self.running and not forked and not self.kv.offload.num_loading
+                nothing_goes_on = (
+                    not self.running and not forked and not self.kv.offload.num_loading
+                )
                 if nothing_goes_on and self.retention.give_up_a_pin(request):
                     continue
                 if self.running or not forked:
-                    self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
+                    self._defer(
+                        request,
+                        "not enough free pages"
+                        if self._evict
+                        else "not enough free pages to run to its end",
+                    )
                     return False
                 # Else no request could ever run.
                 self.table.preempt(forked[-1], f"no free page for {request.request_id}")
@@ -382,32 +440,43 @@ class Scheduler:
         return True
 
     def _until_cut(self, request: Request, count: int) -> int:
-        """The number of a prompt's next tokens, of so many, after which it may be cut; 0: it waits for rows of embeddings."""
+        """The number of a prompt's next tokens, of so many, after which it may be cut; 0: it waits
+        for rows of embeddings."""
         count = self.kv.until_stop(request.seq, request.num_computed, count)
         return self.inputs.until(request, count) if request.spec.segments else count
 
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
-        """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
-        ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
+        """Pages of the groups that take them as a prompt is computed; the others were taken when it
+        was admitted. Preempts what ranks after it and is not in the plan. False: it has to wait for
+        a later step, or was preempted itself."""
         return not (self.kv.has_windows or request.kv_policy) or self._make_writable(
             request, count, {item.seq for item in plan.items}
         )
 
     def obstacle(self, request: Request, state: StepState) -> str:
-        """The reason, other than pages, why a queued request cannot start in this step; empty: there is none."""
+        """The reason, other than pages, why a queued request cannot start in this step; empty:
+        there is none."""
         if not self.table.free_rows:
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
         if self._lacks_bytes(request):
             return f"KV policies have {self._policy_bytes:,} bytes, of which too many are taken"
-        if state.num_left > 0 and self._chunk(request, self._pages.num_to_compute(request), state) == 0:
-            what = "what the background may compute beside others" if request.in_background else "the rest of this step's budget"
+        if (
+            state.num_left > 0
+            and self._chunk(request, self._pages.num_to_compute(request), state) == 0
+        ):
+            what = (
+                "what the background may compute beside others"
+                if request.in_background
+                else "the rest of this step's budget"
+            )
             return f"does not fit {what}"
         return ""
 
     def _lacks_bytes(self, request: Request, leaving: Collection[Request] = ()) -> bool:
-        """Tells if the bytes that it keeps beside its pages do not fit, also without those that leave."""
+        """Tells if the bytes that it keeps beside its pages do not fit, also without those that
+        leave."""
         if not request.extra_bytes:
             return False
         gone = {other.seq for other in leaving}
@@ -415,17 +484,21 @@ class Scheduler:
         return taken + request.extra_bytes > self._policy_bytes
 
     def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:
-        """The number of a prompt's tokens in this step. With a KV policy, a request that starts would not find the pages that
-        this step computes: it starts in the next one, with all of them."""
+        """The number of a prompt's tokens in this step. With a KV policy, a request that starts
+        would not find the pages that this step computes: it starts in the next one, with all of
+        them."""
         state.may_fill = not request.in_background and request.kv_policy is None
         count = self.policy.chunk(num_needed, state)
         return 0 if self._whole_prompts and count < num_needed else count
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
+        """Give a waiting request pages for all its tokens and a row. One page per running request
+        is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
-        start = self._pages.start(request, self._pages.reserve(request, self.running, to_the_end=not self._evict))
+        start = self._pages.start(
+            request, self._pages.reserve(request, self.running, to_the_end=not self._evict)
+        )
         if start is None:
             return False
         reason, copies, by_tier = start
@@ -450,7 +523,14 @@ class Scheduler:
             request.deferred_because = reason
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
-    def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState, drafts: Sequence[int] = ()) -> None:
+    def _schedule(
+        self,
+        request: Request,
+        count: int,
+        plan: StepPlan,
+        state: StepState,
+        drafts: Sequence[int] = (),
+    ) -> None:
         start = request.num_computed
         num_needed = len(request.tokens) + request.num_in_flight - start
         samples = count == num_needed
@@ -462,7 +542,9 @@ class Scheduler:
         if request.in_background:
             state.num_background_left -= count
             self._background.spend(count)
-        plan.items.append(StepItem(request.seq, request.row, start, count, samples, request.epoch, len(drafts)))
+        plan.items.append(
+            StepItem(request.seq, request.row, start, count, samples, request.epoch, len(drafts))
+        )
         state.num_left -= count
         request.num_computed = start + count
         request.num_in_flight += samples + len(drafts)
@@ -472,8 +554,8 @@ class Scheduler:
     # ---- making room
 
     def _make_way(self, state: StepState) -> None:
-        """A waiting request may preempt running ones of strictly lower priority, or of a tenant with more than its part of the
-        slots."""
+        """A waiting request may preempt running ones of strictly lower priority, or of a tenant
+        with more than its part of the slots."""
         request = self.next_waiting() if self.policy.may_admit(state) else None
         if request is None:
             return
@@ -486,15 +568,19 @@ class Scheduler:
             return
         num_others = len(self.running) - len(lower)
         most = self.kv.num_free_pages + self.kv.num_freed_by([r.seq for r in lower])
-        if self._pages.num_to_start(request) + num_others > most or self._lacks_bytes(request, lower):
+        if self._pages.num_to_start(request) + num_others > most or self._lacks_bytes(
+            request, lower
+        ):
             return  # it would not fit even then
         while lower and not (
             self.table.free_rows
-            and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
+            and self._pages.num_to_start(request) + num_others + len(lower)
+            <= self.kv.num_free_pages
             and not self._lacks_bytes(request)
         ):
             self.table.preempt(lower.pop(), f"{request.request_id} {reason}")
 
     def _victim(self) -> Request:
-        """The request to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
+        """The request to preempt: queued samples that hold pages, then the running request of
+        lowest priority that came last."""
         return self.table.forked[-1] if self.table.forked else self.running[-1]

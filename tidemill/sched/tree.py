@@ -12,7 +12,8 @@ class Tree(Sequence[int]):
     """The first drafts of a tree are a tree, too: a parent comes before its children."""
 
     tokens: Sequence[int]
-    parents: Sequence[int]  # by draft, the number of the one before it; -1: it follows the last known token
+    # by draft, the number of the one before it; -1: it follows the last known token
+    parents: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,11 +51,14 @@ def ancestors_of(parents: Sequence[int], draft: int) -> list[int]:
 
 
 def right_path(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The drafts that are right, one after the other. `drawn`: the token after the last known one, and those after each draft."""
+    """The drafts that are right, one after the other. `drawn`: the token after the last known one,
+    and those after each draft."""
     path, at = list[int](), -1
     while True:
         token = drawn[at + 1]
-        found = next((i for i in range(at + 1, len(tokens)) if parents[i] == at and tokens[i] == token), None)
+        found = next(
+            (i for i in range(at + 1, len(tokens)) if parents[i] == at and tokens[i] == token), None
+        )
         if found is None:
             return path
         path.append(found)

@@ -1,1 +1,2 @@
-"""Types that all rooms share: models, layers and caches, weights, sampling, requests, messages, events."""
+"""Types that all rooms share: models, layers and caches, weights, sampling, requests, messages,
+events."""

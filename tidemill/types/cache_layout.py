@@ -23,16 +23,19 @@ class Group:
         return -(-num_tokens // self.page_size)
 
     def most_pages(self, num_tokens: int, most_at_once: int) -> int:
-        """The most pages that a sequence of so many tokens holds while it is computed, `most_at_once` tokens in a step."""
-        num_pages = self.num_pages_for(num_tokens) + self.is_state  # a state that is kept is copied before the next token
+        """The most pages that a sequence of so many tokens holds while it is computed,
+        `most_at_once` tokens in a step."""
+        # a state that is kept is copied before the next token
+        num_pages = self.num_pages_for(num_tokens) + self.is_state
         if not self.window:
             return num_pages
         return min(num_pages, self.num_pages_for(self.window - 1 + most_at_once) + 1)
 
 
 def state_group(interval: int) -> Group:
-    """States of constant size, kept at every `interval` tokens. What a token starts from is the state after the one before it,
-    so the page of that one is all it needs: to the page tables, a window of two tokens."""
+    """States of constant size, kept at every `interval` tokens. What a token starts from is the
+    state after the one before it, so the page of that one is all it needs: to the page tables, a
+    window of two tokens."""
     return Group(interval, window=2, is_state=True)
 
 
@@ -41,7 +44,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The places of the pieces of all layers' states: in `block_pages` pages, each of a group of its own."""
+    """The places of the pieces of all layers' states: in `block_pages` pages, each of a group of
+    its own."""
 
     page_bytes: int
     block_pages: int
@@ -55,16 +59,23 @@ class StateLayout:
 
     @staticmethod
     def pack(sizes: Sequence[Sequence[int]], page_bytes: int = 0) -> StateLayout:
-        """`sizes`: of each layer, the bytes of its pieces, of which none straddles a page. Largest first, each goes into the
-        first page that has room. `page_bytes`: at least the largest piece; 0: a page holds all."""
+        """`sizes`: of each layer, the bytes of its pieces, of which none straddles a page. Largest
+        first, each goes into the first page that has room. `page_bytes`: at least the largest
+        piece; 0: a page holds all."""
         padded = [[-(-size // _ALIGNMENT) * _ALIGNMENT for size in layer] for layer in sizes]
         page_bytes = page_bytes or sum(map(sum, padded))
         assert page_bytes % _ALIGNMENT == 0
         assert all(size <= page_bytes for layer in padded for size in layer)
-        pieces, used, page, size_before = [[(0, 0)] * len(layer) for layer in padded], list[int](), 0, 0
+        pieces, used, page, size_before = (
+            [[(0, 0)] * len(layer) for layer in padded],
+            list[int](),
+            0,
+            0,
+        )
         every = [(size, i, j) for i, layer in enumerate(padded) for j, size in enumerate(layer)]
         for size, layer, number in sorted(every, key=lambda piece: -piece[0]):
-            page = page if size == size_before else 0  # pages that had no room for one of this size have none
+            # pages that had no room for one of this size have none
+            page = page if size == size_before else 0
             while page < len(used) and used[page] + size > page_bytes:
                 page += 1
             if page == len(used):
@@ -76,16 +87,19 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a layer's keys and values: the group whose page table names its pages, and which layer of a page it is."""
+    """The place of a layer's keys and values: the group whose page table names its pages, and which
+    layer of a page it is."""
 
     group: int
     index: int
-    start: int = 0  # bytes of a token that lie before the layer's in a page, where layers differ in size
+    # bytes of a token that lie before the layer's in a page, where layers differ in size
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """A page holds `layers_per_page` layers of one group, so that pages of all groups have one size and come from one pool."""
+    """A page holds `layers_per_page` layers of one group, so that pages of all groups have one size
+    and come from one pool."""
 
     groups: tuple[Group, ...]  # of keys and values, then of states: one for each page of a state
     places: tuple[Place, ...]  # of each layer with keys and values
@@ -110,11 +124,16 @@ class CacheLayout:
         return self.groups[-1].page_size if self.states else 0
 
     def with_states(self, states: StateLayout, interval: int) -> CacheLayout:
-        return replace(self, groups=(*self.groups, *[state_group(interval)] * states.block_pages), states=states)
+        return replace(
+            self,
+            groups=(*self.groups, *[state_group(interval)] * states.block_pages),
+            states=states,
+        )
 
     def only(self, layers: Collection[int]) -> CacheLayout:
-        """The layout with room for these layers alone, of the layers with keys and values. Groups and their page tables stay the
-        same. Pages of states, which may lie anywhere, and of layers of different sizes stay whole."""
+        """The layout with room for these layers alone, of the layers with keys and values. Groups
+        and their page tables stay the same. Pages of states, which may lie anywhere, and of layers
+        of different sizes stay whole."""
         if self.states is not None or self.token_bytes:
             return self
         own, num_in = dict[Place, Place](), Counter[int]()
@@ -125,12 +144,15 @@ class CacheLayout:
         return replace(self, places=places, layers_per_page=max([1, *num_in.values()]))
 
     def num_pages_for(self, num_tokens: int, most_at_once: int) -> int:
-        """The most pages that a sequence of so many tokens holds, computed `most_at_once` tokens at a time."""
+        """The most pages that a sequence of so many tokens holds, computed `most_at_once` tokens at
+        a time."""
         return sum(group.most_pages(num_tokens, most_at_once) for group in self.groups)
 
 
 def one_group(num_layers: int, page_size: int) -> CacheLayout:
-    return CacheLayout((Group(page_size),), tuple(Place(0, i) for i in range(num_layers)), num_layers)
+    return CacheLayout(
+        (Group(page_size),), tuple(Place(0, i) for i in range(num_layers)), num_layers
+    )
 
 
 def one_place(num_layers: int, page_size: int) -> CacheLayout:
@@ -139,11 +161,15 @@ def one_place(num_layers: int, page_size: int) -> CacheLayout:
 
 
 def lay_out(
-    windows: Sequence[int], page_size: int, max_context: int, sizes: Sequence[int] = (), row_bytes: int = 1
+    windows: Sequence[int],
+    page_size: int,
+    max_context: int,
+    sizes: Sequence[int] = (),
+    row_bytes: int = 1,
 ) -> CacheLayout:
-    """`windows`: of each layer; 0 sees all. A window as long as the context is none. `sizes`: bytes of a
-    token in each layer; none: they are alike. `row_bytes`: pages of layers of different sizes are a
-    multiple of it."""
+    """`windows`: of each layer; 0 sees all. A window as long as the context is none. `sizes`: bytes
+    of a token in each layer; none: they are alike. `row_bytes`: pages of layers of different sizes
+    are a multiple of it."""
     if not windows:
         return CacheLayout((), (), 0)
     units = list(sizes) or [1] * len(windows)
@@ -181,8 +207,8 @@ def _pages(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _capacity(kinds: list[list[int]]) -> int:
-    """The size of a page: so large that few bytes of the last page of each kind of layers stay empty; of those, the largest,
-    for fewer page tables."""
+    """The size of a page: so large that few bytes of the last page of each kind of layers stay
+    empty; of those, the largest, for fewer page tables."""
     largest, least = max(map(max, kinds)), min(map(sum, kinds))
     sums = {sum(sizes[:num]) for sizes in kinds for num in range(1, len(sizes) + 1)}
 

@@ -1,6 +1,6 @@
-"""The table of attention kernels: which masks, score changes, head sizes and formats of the cache each
-has. The first of a device that has all that a model's layers need computes them; what none has is
-refused by its name. The functions behind the names are in `kernels/mixers.py` and `runner/`."""
+"""The table of attention kernels: which masks, score changes, head sizes and formats of the cache
+each has. The first of a device that has all that a model's layers need computes them; what none has
+is refused by its name. The functions behind the names are in `kernels/mixers.py` and `runner/`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ class Coverage:
 
 COVERED = {
     "C": Coverage(_MASKS, lambda dim: dim % 8 == 0, "multiples of 8", (*UNEQUAL, SHARED)),
-    "Triton": Coverage(_MASKS, lambda dim: 16 <= dim <= 256 and dim & (dim - 1) == 0, "16, 32, 64, 128 and 256"),
+    "Triton": Coverage(
+        _MASKS, lambda dim: 16 <= dim <= 256 and dim & (dim - 1) == 0, "16, 32, 64, 128 and 256"
+    ),
     "FlexAttention": Coverage(_MASKS, lambda dim: True, "any size"),
     "torch": Coverage((*_MASKS, SHARED), lambda dim: True, "any size", UNEQUAL),
 }
 
 
-def uncovered(kernel: str, specs: Iterable[LayerSpec], kinds: Iterable[str] = (), kv_dtype: str = "") -> str:
+def uncovered(
+    kernel: str, specs: Iterable[LayerSpec], kinds: Iterable[str] = (), kv_dtype: str = ""
+) -> str:
     """Why this kernel cannot compute these layers in a format of the cache, or empty. `kinds`: what
     they need besides, together."""
     covered, specs = COVERED[kernel], list(specs)

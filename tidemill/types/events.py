@@ -1,6 +1,7 @@
 """The vocabulary of decisions. Every choice the engine makes is one of these, with its reason.
 
-Metrics, explanations and the live view read events; nothing else is instrumented. Times are seconds of the engine's clock.
+Metrics, explanations and the live view read events; nothing else is instrumented. Times are seconds
+of the engine's clock.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class NanoBatchingTried(_Event, frozen=True):
 
 
 class Deferred(_Event, frozen=True):
-    """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
+    """The next request in the queue could not start, and why. Emitted once per reason, not once per
+    step."""
 
     request_id: str
     reason: str
@@ -143,7 +145,8 @@ class Admitted(_Event, frozen=True):
 
 
 class Placed(_Event, frozen=True):
-    """A request was placed in an engine with a role: this one gets a request, or what is left of it."""
+    """A request was placed in an engine with a role: this one gets a request, or what is left of
+    it."""
 
     request_id: str
     part: str  # prefill: up to its first token; decode: from there on; whole
@@ -168,25 +171,28 @@ class RecordingStopped(_Event, frozen=True):
 
 
 class LayoutAdvised(_Event, frozen=True):
-    """Advice on whether prefill and decode engines are expected to be better than engines for both, by the load that was
-    measured."""
+    """Advice on whether prefill and decode engines are expected to be better than engines for both,
+    by the load that was measured."""
 
     disaggregate: bool
-    gain: float  # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
+    # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
+    gain: float
     reason: str
     figures: str = ""  # the load, its step costs, and what is expected of either
 
 
 class Preempted(_Event, frozen=True):
     request_id: str
-    num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
+    # tokens whose KV is dropped, to be computed again or found in the prefix cache
+    num_computed: int
     reason: str
     how_back: str = ""  # with tiers: by a swap or by computing it again, and the costs of both
     is_swap: bool = False
 
 
 class TokensEvicted(_Event, frozen=True):
-    """A request's KV policy gives up tokens in the step that is planned; in each layer and head they may be others."""
+    """A request's KV policy gives up tokens in the step that is planned; in each layer and head
+    they may be others."""
 
     request_id: str
     num_tokens: int  # of each layer and head
@@ -201,7 +207,8 @@ class Forked(_Event, frozen=True):
 
 
 class BeamsReordered(_Event, frozen=True):
-    """The beams of a search were reordered: those that follow are not those before, each with one more token."""
+    """The beams of a search were reordered: those that follow are not those before, each with one
+    more token."""
 
     request_id: str
     num_output: int  # tokens of each
@@ -261,14 +268,16 @@ class MovesFailed(_Event, frozen=True):
 
 
 class TierNotUsed(_Event, frozen=True):
-    """A file of cached pages, or what was to hold it, or another engine's pages, cannot be used: nothing of it is."""
+    """A file of cached pages, or what was to hold it, or another engine's pages, cannot be used:
+    nothing of it is."""
 
     tier: str
     reason: str
 
 
 class PrefixHeld(_Event, frozen=True):
-    """Pages of a request's prefix are kept over others, until a time; those of a pin are not evicted at all."""
+    """Pages of a request's prefix are kept over others, until a time; those of a pin are not
+    evicted at all."""
 
     request_id: str
     name: str
@@ -327,7 +336,8 @@ class StepPlanned(_Event, frozen=True):
 
 
 class DraftsVerified(_Event, frozen=True):
-    """The drafts of a step were verified: how many each request had, and how many of them were right."""
+    """The drafts of a step were verified: how many each request had, and how many of them were
+    right."""
 
     step: int
     drafter: str
@@ -343,7 +353,8 @@ class StepLost(_Event, frozen=True):
 
 
 class LoopTimed(_Event, frozen=True):
-    """The next step is about to be planned: what the engine's loop has done since the last one, or since it last said so."""
+    """The next step is about to be planned: what the engine's loop has done since the last one, or
+    since it last said so."""
 
     outputs_s: float = 0.0  # making and sending the outputs of the step
     messages_s: float = 0.0  # taking requests and other messages
@@ -356,20 +367,22 @@ class StepDone(_Event, frozen=True):
     duration_s: float
     num_sampled: int
     layout: str = ""  # of ranks that share layers, where it is chosen for each step
-    launch_s: float = 0.0  # preparing and launching it on the host; on a CPU that computes it, only masks and drafts
+    # preparing and launching it on the host; on a CPU that computes it, only masks and drafts
+    launch_s: float = 0.0
     commit_s: float = 0.0  # taking its results
 
 
 class ExpertsUsed(_Event, frozen=True):
-    """The use of experts, now and then: how many tokens each expert of each such layer got since the last time."""
+    """The use of experts, now and then: how many tokens each expert of each such layer got since
+    the last time."""
 
     num_steps: int
     tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
 
 
 class WeightsStreamed(_Event, frozen=True):
-    """The streaming of weights that are not all in memory, now and then: what was read from disk or host memory since the last
-    time; of neurons that the CPU computes for a GPU, by the CPU."""
+    """The streaming of weights that are not all in memory, now and then: what was read from disk or
+    host memory since the last time; of neurons that the CPU computes for a GPU, by the CPU."""
 
     num_bytes: int
     waited_s: float  # for which steps waited, or the CPU computed
@@ -469,7 +482,8 @@ EventSink: TypeAlias = Callable[[Event], None]
 
 
 class EventBuffer:
-    """Collects events until they are taken. Bounded: past twice the `limit`, the oldest are dropped down to it."""
+    """Collects events until they are taken. Bounded: past twice the `limit`, the oldest are dropped
+    down to it."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self._events: list[Event] = []

@@ -1,7 +1,9 @@
-"""The storage of keys and values in the KV cache: bits of a value, and whether each token and head has a scale. Ints only.
+"""The storage of keys and values in the KV cache: bits of a value, and whether each token and head
+has a scale. Ints only.
 
-A page in a format with scales is one piece of bytes: values [layers of a page, 2, KV heads, page_size, head_dim], then scales
-[layers of a page, 2, KV heads, page_size] in bfloat16, rounded up so that no value saturates; in int4 each with an offset."""
+A page in a format with scales is one piece of bytes: values [layers of a page, 2, KV heads,
+page_size, head_dim], then scales [layers of a page, 2, KV heads, page_size] in bfloat16, rounded up
+so that no value saturates; in int4 each with an offset."""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class KVFormat:
     name: str
     bits: int  # of a value
     scale_bytes: int = 0  # of a token and head
-    is_calibrated: bool = False  # KVQuant: levels and channels' ranges are fitted to a model (kernels/kvquant.py)
+    # KVQuant: levels and channels' ranges are fitted to a model (kernels/kvquant.py)
+    is_calibrated: bool = False
 
     @property
     def has_scales(self) -> bool:
@@ -30,11 +33,17 @@ class KVFormat:
         return self.row_bytes(head_dim) + self.scale_bytes
 
 
-def num_copied_pages(kv_dtype: str, context: int, num_kv_heads: int, page_size: int, head_dim: int) -> int:
-    """On GPUs: of how many pages there may be copies in bfloat16, of one layer, for the prompts of a step. Those of the longest
-    context, up to a limit."""
+def num_copied_pages(
+    kv_dtype: str, context: int, num_kv_heads: int, page_size: int, head_dim: int
+) -> int:
+    """On GPUs: of how many pages there may be copies in bfloat16, of one layer, for the prompts of
+    a step. Those of the longest context, up to a limit."""
     num_bytes = 2 * num_kv_heads * page_size * head_dim * 2
-    return min(-(-context // page_size), MOST_COPIED_BYTES // num_bytes) if kv_dtype in ("fp8", "int8") else 0
+    return (
+        min(-(-context // page_size), MOST_COPIED_BYTES // num_bytes)
+        if kv_dtype in ("fp8", "int8")
+        else 0
+    )
 
 
 FORMATS = {

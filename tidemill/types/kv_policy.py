@@ -3,9 +3,10 @@
     tokens   0 1 2 3 | 4 ..................... 899 | 900 ........ 1023 | 1024 ...
     slots    0 1 2 3 |        given up             |  4 ........  959  |  960 ...
 
-A sequence with a policy has slots of its own, numbered as its page table counts them. Up to a number of tokens, slot and
-position are the same. At fixed positions, and nowhere else, slots are given up, and those that stay move together: so tokens do
-not depend on how a prompt was cut. A query sees all slots before its own.
+A sequence with a policy has slots of its own, numbered as its page table counts them. Up to a
+number of tokens, slot and position are the same. At fixed positions, and nowhere else, slots are
+given up, and those that stay move together: so tokens do not depend on how a prompt was cut. A
+query sees all slots before its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_SINKS, MAX_SLOTS = 1024, 2**24
 _MOST_AT_ONCE = 64  # tokens that are given up together, at most: a sixteenth of the slots otherwise
 _NEVER = 2**62
 _DOUBLE_OBSERVED = 32  # queries by which Double Sparsity chooses its channels
-_FIELDS: dict[str, dict[str, float | None]] = {  # by kind: what can be said, and what it is otherwise
+# by kind: what can be said, and what it is otherwise
+_FIELDS: dict[str, dict[str, float | None]] = {
     "full": {},
     "window": {"recent": 1024},
     "streaming": {"sinks": 4, "recent": 1020},
@@ -52,7 +54,8 @@ class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     recent: int | None = None  # the latest tokens, which stay
     budget: float | None = None  # up to 1: that part of the request's tokens; above: so many tokens
     observed: int | None = None  # snapkv: the last tokens of the prompt, whose attention decides
-    dense: int | None = None  # quest, double: positions before it see everything; not given: those of the prompt
+    # quest, double: positions before it see everything; not given: those of the prompt
+    dense: int | None = None
     dense_layers: int | None = None  # quest, double: the first layers, which see everything
     channels: int | None = None  # double: of a key, by which tokens are chosen
 
@@ -60,13 +63,16 @@ class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     def settled(self) -> dict[str, Any]:
         """All fields of its kind."""
         return {
-            name: default if getattr(self, name) is None else getattr(self, name) for name, default in _FIELDS[self.kind].items()
+            name: default if getattr(self, name) is None else getattr(self, name)
+            for name, default in _FIELDS[self.kind].items()
         }
 
     def check(self) -> None:
         """Raises what is wrong with it."""
         if self.kind not in _FIELDS:
-            raise _wrong(f"There is no KV policy {self.kind!r}.", f"Choose one of {', '.join(KINDS)}.")
+            raise _wrong(
+                f"There is no KV policy {self.kind!r}.", f"Choose one of {', '.join(KINDS)}."
+            )
         for name in self.__struct_fields__[1:]:
             value = getattr(self, name)
             if value is None:
@@ -75,12 +81,25 @@ class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
                 takes = ", ".join(_FIELDS[self.kind]) or "no others"
                 raise _wrong(f"The KV policy {self.kind} has no field {name}.", f"It has {takes}.")
             if name == "budget":
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SLOTS:
-                    raise _wrong(f"kv_policy's budget is {value!r}.", "Give a part above 0 and up to 1, or a number of tokens.")
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int | float)
+                    or not 0 < value <= MAX_SLOTS
+                ):
+                    raise _wrong(
+                        f"kv_policy's budget is {value!r}.",
+                        "Give a part above 0 and up to 1, or a number of tokens.",
+                    )
             else:
                 low, high = _LIMITS[name]
-                if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                    raise _wrong(f"kv_policy's {name} must be an integer from {low} to {high}; got {value!r}.")
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int)
+                    or not low <= value <= high
+                ):
+                    raise _wrong(
+                        f"kv_policy's {name} must be an integer from {low} to {high}; got {value!r}."
+                    )
 
 
 def _wrong(message: str, fix: str = "") -> InvalidRequest:
@@ -91,26 +110,32 @@ def read_policy(policy: Any) -> KVPolicy | None:
     """From a name, an object with the policy's fields (also as JSON), or a policy."""
     if isinstance(policy, str):
         try:
-            policy = msgspec.json.decode(policy) if policy.lstrip().startswith("{") else {"kind": policy}
+            policy = (
+                msgspec.json.decode(policy) if policy.lstrip().startswith("{") else {"kind": policy}
+            )
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise _wrong(f"kv_policy is not JSON: {error}.") from None
     if isinstance(policy, dict):
         known = KVPolicy.__struct_fields__
         if unknown := [name for name in policy if name not in known]:
-            raise _wrong(f"kv_policy has no field {unknown[0]!r}.", f"There are {', '.join(known)}.")
+            raise _wrong(
+                f"kv_policy has no field {unknown[0]!r}.", f"There are {', '.join(known)}."
+            )
         policy = KVPolicy(**policy)
     if policy is None:
         return None
     if not isinstance(policy, KVPolicy) or not isinstance(policy.kind, str):
         raise _wrong(
-            f"kv_policy is {policy!r}.", 'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.'
+            f"kv_policy is {policy!r}.",
+            'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.',
         )
     policy.check()
     return policy
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Tokens of a sequence from `position` on, in slots that follow each other. After them, slots may be given up."""
+    """Tokens of a sequence from `position` on, in slots that follow each other. After them, slots
+    may be given up."""
 
     position: int
     count: int
@@ -119,8 +144,8 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class CachePolicy(msgspec.Struct, frozen=True):
-    """A request's policy, settled for its length. When `capacity` slots are full, or at the end of the prompt, `kept` of them
-    stay."""
+    """A request's policy, settled for its length. When `capacity` slots are full, or at the end of
+    the prompt, `kept` of them stay."""
 
     kind: str
     num_prompt: int
@@ -138,7 +163,11 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
     def num_beside(self, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes on a GPU: sums of attention, or the keys of sinks as they were."""
-        of_head = {"h2o": 8 * self.capacity, "snapkv": 8 * self.num_prompt, "streaming": 4 * self.sinks * head_dim}
+        of_head = {
+            "h2o": 8 * self.capacity,
+            "snapkv": 8 * self.num_prompt,
+            "streaming": 4 * self.sinks * head_dim,
+        }
         return num_layers * num_kv_heads * of_head.get(self.kind, 0)
 
     @property
@@ -153,11 +182,13 @@ class CachePolicy(msgspec.Struct, frozen=True):
             return 0
         if self.kind in ("snapkv", "double"):
             return self.first_observed
-        return self.dense if self.kind in SPARSE else self.capacity - 1  # one more, and slots would be given up
+        # one more, and slots would be given up
+        return self.dense if self.kind in SPARSE else self.capacity - 1
 
     @property
     def first_observed(self) -> int:
-        """Position of the first of the queries that decide: the last of the prompt, or of those that see everything."""
+        """Position of the first of the queries that decide: the last of the prompt, or of those
+        that see everything."""
         return (self.dense if self.kind == "double" else self.num_prompt) - self.observed
 
     @property
@@ -170,7 +201,8 @@ class CachePolicy(msgspec.Struct, frozen=True):
         return self.capacity
 
     def num_recordable(self, num_computed: int) -> int:
-        """Leading tokens whose pages may enter the prefix index, when so many are computed: none once they were moved."""
+        """Leading tokens whose pages may enter the prefix index, when so many are computed: none
+        once they were moved."""
         if self.kind in SPARSE:
             return min(num_computed, self.dense)
         return num_computed if num_computed < self._first_eviction else 0
@@ -184,7 +216,9 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
     def most_slots(self, num_tokens: int) -> int:
         """At most, until so many tokens are computed."""
-        return max(self.num_slots(num_tokens), self.num_slots(min(num_tokens, self._first_eviction)))
+        return max(
+            self.num_slots(num_tokens), self.num_slots(min(num_tokens, self._first_eviction))
+        )
 
     def slot(self, position: int) -> int:
         first = self._first_eviction
@@ -239,12 +273,19 @@ class CachePolicy(msgspec.Struct, frozen=True):
         return min(position + 1, max(wanted, 1))
 
 
-def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: int) -> CachePolicy | None:
-    """Settles the policy of a request of so many tokens in all. None: the policy would give up nothing. Raises what cannot be."""
+def settle(
+    policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: int
+) -> CachePolicy | None:
+    """Settles the policy of a request of so many tokens in all. None: the policy would give up
+    nothing. Raises what cannot be."""
     if policy is None or policy.kind == "full":
         return None
     have = policy.settled
-    num_all = min(num_prompt + most_tokens, context) if policy.kind not in UNBOUNDED else num_prompt + most_tokens
+    num_all = (
+        min(num_prompt + most_tokens, context)
+        if policy.kind not in UNBOUNDED
+        else num_prompt + most_tokens
+    )
     if policy.kind in UNBOUNDED:
         sinks = have.get("sinks", 0)
         capacity = sinks + have["recent"]
@@ -260,10 +301,14 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
         )  # fmt: skip
     else:
         base = num_prompt if policy.kind == "snapkv" else num_all
-        capacity = max(math.ceil(have["budget"] * base) if have["budget"] <= 1 else int(have["budget"]), 2)
+        capacity = max(
+            math.ceil(have["budget"] * base) if have["budget"] <= 1 else int(have["budget"]), 2
+        )
         if policy.kind == "snapkv":
             observed = min(have["observed"], capacity, num_prompt)
-            cache_policy = CachePolicy("snapkv", num_prompt, capacity, capacity, observed, observed=observed)
+            cache_policy = CachePolicy(
+                "snapkv", num_prompt, capacity, capacity, observed, observed=observed
+            )
         else:
             kept = capacity - _interval(capacity)
             recent = kept // 2 if have["recent"] is None else min(have["recent"], kept)

@@ -1,4 +1,5 @@
-"""The shape of a model, whatever file it came from: what each layer computes, and how many bytes that takes."""
+"""The shape of a model, whatever file it came from: what each layer computes, and how many bytes
+that takes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _MAX_LAYERS = 2**14
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The scaling of positions beyond the original context. Field names follow the published configurations."""
+    """The scaling of positions beyond the original context. Field names follow the published
+    configurations."""
 
     kind: str  # linear, llama3, yarn, longrope
     factor: float = 1.0
@@ -26,7 +28,8 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    truncate: bool = True  # yarn: the bounds between which frequencies are blended are whole numbers
+    # yarn: the bounds between which frequencies are blended are whole numbers
+    truncate: bool = True
     short_factors: tuple[float, ...] = ()  # longrope's: contexts up to the original one
     long_factors: tuple[float, ...] = ()  # and longer ones
 
@@ -51,9 +54,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What a layer computes besides its feed-forward, and what it keeps of a sequence for later tokens. It keeps parts of every
-    token, or a state of constant size, or nothing where it reads what another layer keeps. Fields and properties here are what
-    the rest of the engine asks of a layer, whatever its kind."""
+    """What a layer computes besides its feed-forward, and what it keeps of a sequence for later
+    tokens. It keeps parts of every token, or a state of constant size, or nothing where it reads
+    what another layer keeps. Fields and properties here are what the rest of the engine asks of a
+    layer, whatever its kind."""
 
     tag: str  # of its kind, in messages and in the tables of kernels
     num_heads: int
@@ -73,7 +77,8 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of each token that the layer reads: its own, or those of the layer whose cache it reads."""
+        """The parts of each token that the layer reads: its own, or those of the layer whose cache
+        it reads."""
         return ()
 
     @property
@@ -88,12 +93,14 @@ class LayerSpec:
 
     @property
     def piece_bytes(self) -> list[int]:
-        """The sizes of what a state consists of, each of which lies in one place; empty: there is no state."""
+        """The sizes of what a state consists of, each of which lies in one place; empty: there is
+        no state."""
         return []
 
     @property
     def kinds(self) -> list[str]:
-        """The features beyond causal attention over keys and values of one size, by their names in `coverage.py`."""
+        """The features beyond causal attention over keys and values of one size, by their names in
+        `coverage.py`."""
         return []
 
     @property
@@ -103,7 +110,8 @@ class LayerSpec:
 
     @property
     def num_exchanged(self) -> int:
-        """The number of a token's values that ranks exchange to turn rows into heads and back; 0: they cannot."""
+        """The number of a token's values that ranks exchange to turn rows into heads and back; 0:
+        they cannot."""
         return 0
 
     @property
@@ -137,9 +145,12 @@ class AttentionSpec(LayerSpec):
     value_head_dim: int = 0  # of a value; 0: head_dim, which is a key's
     rotation: Rotation | None  # of queries and keys
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
-    is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
-    has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
-    has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
+    # a query sees all keys that its step has of the sequence, not only those before it
+    is_bidirectional: bool = False
+    # the distance between query and key, times a slope of the head, is taken off the score
+    has_alibi: bool = False
+    # a learned number for each head and distance between query and key is added to the score
+    has_distance_bias: bool = False
     all_heads: int = 0  # of all ranks; 0: num_heads
     values_in_keys: bool = False  # a value is the last part of its key, and not stored again
 
@@ -165,7 +176,9 @@ class AttentionSpec(LayerSpec):
     def parts(self) -> tuple[Part, ...]:
         if self.values_in_keys:
             return (Part("keys", self.num_kv_heads, self.head_dim),)
-        return Part("keys", self.num_kv_heads, self.head_dim), Part("values", self.num_kv_heads, self.value_dim)
+        return Part("keys", self.num_kv_heads, self.head_dim), Part(
+            "values", self.num_kv_heads, self.value_dim
+        )
 
     @property
     def num_inner(self) -> int:
@@ -177,13 +190,20 @@ class AttentionSpec(LayerSpec):
 
     def cut(self, heads: range, num_groups: int, ends: Sequence[int]) -> Self:
         is_shared = self.num_kv_heads < len(ends)
-        own = self.but(num_heads=len(heads), num_kv_heads=num_groups, first_head=heads.start, kv_is_shared=is_shared)
+        own = self.but(
+            num_heads=len(heads),
+            num_kv_heads=num_groups,
+            first_head=heads.start,
+            kv_is_shared=is_shared,
+        )
         return own.but(all_heads=self.num_heads)
 
     @property
     def num_projected(self) -> int:
         """Columns of the projection that a token starts with: queries, and what is stored."""
-        return self.num_heads * self.head_dim + sum(part.num_heads * part.dim for part in self.stored)
+        return self.num_heads * self.head_dim + sum(
+            part.num_heads * part.dim for part in self.stored
+        )
 
     @property
     def num_exchanged(self) -> int:
@@ -205,7 +225,8 @@ class AttentionSpec(LayerSpec):
             "bidirectional": self.is_bidirectional,
             "distance bias": self.has_distance_bias,
             "ALiBi": self.has_alibi,
-            "keys and values of different sizes": self.value_dim != self.head_dim and not self.values_in_keys,
+            "keys and values of different sizes": self.value_dim != self.head_dim
+            and not self.values_in_keys,
             "a cache of another layer": self.reads is not None,
             "values in keys": self.values_in_keys,
         }
@@ -217,9 +238,10 @@ STATE_KINDS = ("mamba", "mamba2", "delta")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(LayerSpec):
-    """The computation of a layer with a state of constant size: a short causal convolution, then a recurrence over a float32
-    matrix [state_size, head_dim] for each head. Columns of that matrix do not depend on each other. The channels of a mamba are
-    all alike: its heads are groups of head_dim of them."""
+    """The computation of a layer with a state of constant size: a short causal convolution, then a
+    recurrence over a float32 matrix [state_size, head_dim] for each head. Columns of that matrix do
+    not depend on each other. The channels of a mamba are all alike: its heads are groups of
+    head_dim of them."""
 
     tag: str = "state"
     kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
@@ -227,11 +249,15 @@ class StateSpec(LayerSpec):
     num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
     kernel: int = 4  # tokens that the convolution sees
     rank: int = 0  # of the time steps' projection (mamba)
-    norm_size: int = 0  # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+    # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+    norm_size: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in STATE_KINDS:
-            raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
+            raise ConfigError(
+                f"A layer's state is of kind {self.kind!r}.",
+                fix=f"Known kinds: {', '.join(STATE_KINDS)}.",
+            )
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
             _check_size(name, getattr(self, name))
         if self.kind == "mamba":
@@ -250,17 +276,26 @@ class StateSpec(LayerSpec):
     def cut(self, heads: range, num_groups: int, ends: Sequence[int]) -> Self:
         """Without a norm where ranks have parts of what is normed together."""
         is_split = self.norm_size and any(end * self.head_dim % self.norm_size for end in ends)
-        return self.but(num_heads=len(heads), num_groups=num_groups, norm_size=0 if is_split else self.norm_size)
+        return self.but(
+            num_heads=len(heads), num_groups=num_groups, norm_size=0 if is_split else self.norm_size
+        )
 
     @property
     def num_channels(self) -> int:
         """The number of channels of the convolution."""
-        return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
+        return self.num_inner + (
+            0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size
+        )
 
     @property
     def num_projected(self) -> int:
-        """Columns of the projection that a token starts with: the channels, a gate and (one or two for a head) time steps."""
-        return self.num_channels + self.num_inner + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+        """Columns of the projection that a token starts with: the channels, a gate and (one or two
+        for a head) time steps."""
+        return (
+            self.num_channels
+            + self.num_inner
+            + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+        )
 
     @property
     def conv_floats(self) -> int:
@@ -295,7 +330,8 @@ if TYPE_CHECKING:
 else:
 
     class TaggedSpec(ABC):  # noqa: B024
-        """Stands for all kinds of specs in messages: msgspec would read the base class, and has no unions of dataclasses."""
+        """Stands for all kinds of specs in messages: msgspec would read the base class, and has no
+        unions of dataclasses."""
 
     TaggedSpec.register(LayerSpec)
 
@@ -360,7 +396,9 @@ class MoESpec:
                 )
         _check_size("expert size", self.expert_size)
         if self.scoring not in SCORINGS:
-            raise ConfigError(f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}.")
+            raise ConfigError(
+                f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}."
+            )
 
     @property
     def num_logits(self) -> int:
@@ -379,14 +417,22 @@ class MoESpec:
         return matrices + self.num_logits * hidden_size + biases
 
     def activations(self, hidden_size: int) -> int:
-        """Values that a token needs meanwhile: for each of its experts the input, gate and up, their product, the output."""
+        """Values that a token needs meanwhile: for each of its experts the input, gate and up,
+        their product, the output."""
         chosen = self.top_k * (2 * hidden_size + 3 * self.expert_size)
-        return chosen + 2 * self.num_logits + (hidden_size + 3 * self.shared_size if self.shared_size else 0)
+        return (
+            chosen
+            + 2 * self.num_logits
+            + (hidden_size + 3 * self.shared_size if self.shared_size else 0)
+        )
 
 
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
     if not isinstance(value, int) or not 0 < value <= most:
-        raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
+        raise ConfigError(
+            f"The model's configuration has {name} = {value!r}.",
+            fix=f"It must be an integer from 1 to {most}.",
+        )
 
 
 def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
@@ -397,11 +443,13 @@ def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pooler:
-    """The result that an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
+    """The result that an encoder makes of its hidden states: an embedding, or the scores of a
+    cross-encoder."""
 
     how: str  # mean, cls (the first token's) or score
     is_normalized: bool = True  # embeddings have length 1
-    dimensions: tuple[int, ...] = ()  # that its embeddings were trained to be cut to (Matryoshka); none: not known
+    # that its embeddings were trained to be cut to (Matryoshka); none: not known
+    dimensions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,7 +481,8 @@ class ModelConfig:
     qk_norm: bool = False  # of each query and key head, before rotation
     clip_qkv: float = 0.0  # queries, keys and values are cut off at this on both sides; 0: nowhere
     act: str = "silu"  # a name in kernels/glu.py
-    experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
+    # of each layer, None where it is dense; empty: all are
+    experts: tuple[MoESpec | None, ...] = ()
     is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
     is_parallel: bool = False  # attention and feed-forward read the same residual, side by side
     num_positions: int = 0  # rows of a learned position embedding; 0: there is none
@@ -445,7 +494,8 @@ class ModelConfig:
     num_token_types: int = 0  # learned, of the texts of a pair
     pooler: Pooler | None = None  # an encoder has one
     labels: LabelHead | None = None  # of a cross-encoder or classifier
-    num_own_layers: int = 0  # the first so many have weights, which the others share; 0: all have their own
+    # the first so many have weights, which the others share; 0: all have their own
+    num_own_layers: int = 0
     embedding_size: int = 0  # of tables that a projection follows; 0: hidden_size
     takes_embeddings: bool = False  # a prompt may have rows of embeddings in the place of tokens
     has_head: bool = True  # False: of a decoder that makes embeddings alone
@@ -466,7 +516,9 @@ class ModelConfig:
                     fix="That must be an earlier layer that has a cache, with the same window and the same heads.",
                 )
         if self.experts and len(self.experts) != self.num_layers:
-            raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
+            raise ConfigError(
+                f"The model has {self.num_layers} layers, and experts for {len(self.experts)}."
+            )
 
     @property
     def num_layers(self) -> int:
@@ -486,8 +538,8 @@ class ModelConfig:
 
     @property
     def has_equal_parts(self) -> bool:
-        """Tells if all layers that store tokens store keys and values of one size: then pages have the dimensions [layers, 2,
-        heads, tokens, values]."""
+        """Tells if all layers that store tokens store keys and values of one size: then pages have
+        the dimensions [layers, 2, heads, tokens, values]."""
         sizes = {(part.num_heads, part.dim) for spec in self.layers for part in spec.parts}
         return len(sizes) <= 1 and all(len(spec.parts) in (0, 2) for spec in self.layers)
 
@@ -498,14 +550,16 @@ class ModelConfig:
 
     @property
     def kinds(self) -> list[str]:
-        """The features of its layers beyond causal attention over keys and values that all have the same size."""
+        """The features of its layers beyond causal attention over keys and values that all have the
+        same size."""
         kinds = {kind for spec in self.token_layers for kind in spec.kinds}
         are_alike = len({(spec.num_heads, spec.parts) for spec in self.token_layers}) <= 1
         return sorted(kinds | (set() if are_alike else {"layers of different sizes"}))
 
     @property
     def num_heads(self) -> int:
-        """The number of heads of the first layer that attends; 0 if there is none, as num_kv_heads and head_dim."""
+        """The number of heads of the first layer that attends; 0 if there is none, as num_kv_heads
+        and head_dim."""
         return next((spec.num_heads for spec in self.token_layers), 0)
 
     @property
@@ -518,7 +572,8 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that store tokens. An encoder computes a sequence in one step: its layers use the same memory."""
+        """Layers that store tokens. An encoder computes a sequence in one step: its layers use the
+        same memory."""
         return sum(1 for spec in self.layers if spec.stored) if self.pooler is None else 1
 
     @property
@@ -542,15 +597,29 @@ class ModelConfig:
         own, (does, routes) = self.own_pooling, self._use_of_pooling
         if pooling is None and own is not None:
             is_one = "is an encoder" if self.pooler is not None else "has no output head"
-            raise InvalidRequest(f"This model {is_one}: it {does} and generates no text.", fix=f"Use {routes}.", param="model")
+            raise InvalidRequest(
+                f"This model {is_one}: it {does} and generates no text.",
+                fix=f"Use {routes}.",
+                param="model",
+            )
         if pooling == "score" and own != "score":
-            raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
+            raise InvalidRequest(
+                "This model is not a cross-encoder: it has no scores.",
+                fix="Use embeddings.",
+                param="pooling",
+            )
         if pooling not in (None, "score") and own == "score":
             fix = f"Use {routes}, or serve an embedding model."
-            raise InvalidRequest(f"This model {does}: it has scores, no embeddings.", fix=fix, param="model")
+            raise InvalidRequest(
+                f"This model {does}: it has scores, no embeddings.", fix=fix, param="model"
+            )
         if pooling == "cls" and self.pooler is None:
             fix = "Use mean or last."
-            raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")
+            raise InvalidRequest(
+                "The first token of a causal model knows nothing of the others.",
+                fix=fix,
+                param="pooling",
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -558,10 +627,17 @@ class ModelConfig:
         h = self.hidden_size
         mixers = sum(spec.num_parameters(h, self.gated_attention) for spec in self.layers)
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
-        feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
+        feed_forward = sum(
+            dense if moe is None else moe.num_parameters(h)
+            for moe in map(self.moe, range(self.num_layers))
+        )
         layers = mixers + 2 * h * self.num_layers + feed_forward
         size = self.embedding_size or h
-        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * size
+        embeddings = (
+            self.vocab_size * (1 if self.tie_embeddings else 2)
+            + self.num_positions
+            + self.num_token_types
+        ) * size
         projection = h * self.embedding_size
         own = layers * (self.num_own_layers or self.num_layers) // max(self.num_layers, 1)
         return own + -(-embeddings // self.num_ranks) + projection + h
@@ -569,7 +645,11 @@ class ModelConfig:
     @property
     def num_active_parameters(self) -> int:
         """Those that one token is multiplied by: of the experts, only the chosen ones."""
-        idle = (3 * self.hidden_size * moe.expert_size * (moe.num_experts - moe.top_k) for moe in self.experts if moe)
+        idle = (
+            3 * self.hidden_size * moe.expert_size * (moe.num_experts - moe.top_k)
+            for moe in self.experts
+            if moe
+        )
         return self.num_parameters - sum(idle)
 
     def moe(self, layer: int) -> MoESpec | None:
@@ -579,7 +659,11 @@ class ModelConfig:
     @property
     def lora_values_per_rank(self) -> int:
         """The values per rank of an adapter of all linear layers: inputs and outputs of each."""
-        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        h, q, kv = (
+            self.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
         return self.num_layers * (2 * (h + q) + 2 * (h + kv) + 3 * (h + self.intermediate_size))
 
     @property
@@ -587,30 +671,39 @@ class ModelConfig:
         return any(kind not in PLAIN_TYPES for kind in self.stored)
 
     def weight_bytes(self, dtype: str, compiled: bool) -> int:
-        """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
+        """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they
+        are."""
         if dtype == "bfloat16":
             return 2 * self.num_parameters
         held = HELD["quantized" if dtype == "quantized" else "dense", "cpu"]
         stored = self.stored or {"F32": self.num_parameters}
-        return int(sum(num_values * held.bytes_of(kind, compiled) for kind, num_values in stored.items()))
+        return int(
+            sum(num_values * held.bytes_of(kind, compiled) for kind, num_values in stored.items())
+        )
 
     def unpacked_types(self, dtype: str) -> list[str]:
-        """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
+        """Stored types that take more memory than their files do: no kernel multiplies them as they
+        are."""
         other = [kind for kind in self.stored if kind not in PLAIN_TYPES and not is_packed(kind)]
         return sorted(other) if dtype == "quantized" else []
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of one sequence's state, whatever its length; each that is kept takes as much again."""
+        """The bytes of one sequence's state, whatever its length; each that is kept takes as much
+        again."""
         return sum(sum(spec.piece_bytes) for spec in self.layers)
 
     def has_long_factors(self, context: int) -> bool:
         """Tells if longrope's factors for long contexts are taken: keys depend on it."""
         scalings = [spec.rotation.scaling for spec in self.layers if spec.rotation is not None]
-        return any(s is not None and s.kind == "longrope" and context > s.original_context for s in scalings)
+        return any(
+            s is not None and s.kind == "longrope" and context > s.original_context
+            for s in scalings
+        )
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """The bytes that a token takes in the caches of all layers. An encoder's use the same memory."""
+        """The bytes that a token takes in the caches of all layers. An encoder's use the same
+        memory."""
         sizes = [spec.token_bytes(kv_dtype) for spec in self.layers]
         return sum(sizes) if self.pooler is None else max(sizes)
 
@@ -625,7 +718,12 @@ class ModelConfig:
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
-        feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
+        feed_forward = max(
+            [
+                3 * self.intermediate_size,
+                *(moe.activations(self.hidden_size) for moe in self.experts if moe),
+            ]
+        )
         mixers = {spec.tag: 0 for spec in self.layers}
         for spec in self.layers:
             mixers[spec.tag] = max(mixers[spec.tag], spec.num_activations)

@@ -1,7 +1,8 @@
 """Bytes that weights take in memory: by the type they are stored in, for each way of holding them.
 
-Types are GGUF's and safetensors', and for quantized Hugging Face folders what a value is and how many share a scale: `INT4-G128`,
-`NF4-G64`, or `-C` where a row does. `BF16-L3/10`: two factors of a matrix, which have 3 values for 10 of it."""
+Types are GGUF's and safetensors', and for quantized Hugging Face folders what a value is and how
+many share a scale: `INT4-G128`, `NF4-G64`, or `-C` where a row does. `BF16-L3/10`: two factors of a
+matrix, which have 3 values for 10 of it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
-SIGNED_4_BITS = platform.machine() in ("aarch64", "arm64")  # kernels of signed 4-bit codes, which need no offsets
+# stored types that are numbers, and their resident bytes
+PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}
+# kernels of signed 4-bit codes, which need no offsets
+SIGNED_4_BITS = platform.machine() in ("aarch64", "arm64")
 _GROUP = 32
 # Codes, and two or four bytes of scale and offset for 32 of them.
 _GGUF = {
@@ -39,7 +42,8 @@ def is_packed(kind: str) -> bool:
 
 
 def low_rank(kind: str) -> tuple[str, float] | None:
-    """The type of the factors, and how many values they have for one of the matrix; None: there are none."""
+    """The type of the factors, and how many values they have for one of the matrix; None: there are
+    none."""
     name, found, share = kind.partition("-L")
     num, _, whole = share.partition("/")
     return (name, int(num) / int(whole)) if found else None
@@ -73,7 +77,9 @@ def _quantized(kind: str, compiled: bool) -> float:
 
 
 _BFLOAT16 = 2
-_FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1", "CENTROIDS4"})
+_FOUR = frozenset(
+    {"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1", "CENTROIDS4"}
+)
 _TERNARY = {"TERNARY": 0, "TQ1_0": 256, "TQ2_0": 256}  # values to a scale; 0: all
 _GPU_SCALE = 4  # bytes of a scale with its zero point or offset
 
@@ -95,7 +101,8 @@ def _gpu_packed(kind: str, compiled: bool) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """The weights that a method of `quant.METHODS` makes of stored types: bytes a value, with or without the compiled kernels."""
+    """The weights that a method of `quant.METHODS` makes of stored types: bytes a value, with or
+    without the compiled kernels."""
 
     bytes_of: Callable[[str, bool], float]
 
@@ -107,5 +114,6 @@ def _each(num_bytes: float) -> Held:
 HELD = {
     ("dense", "cpu"): Held(_dense), ("quantized", "cpu"): Held(_quantized), ("dense", "cuda"): _each(_BFLOAT16),
     ("quantized", "cuda"): Held(_gpu_packed), ("fp8", "cuda"): _each(1.0), ("int8", "cuda"): _each(1.0),
-    ("int4", "cuda"): _each(0.5 + _GPU_SCALE / 128), ("sparse24", "cuda"): _each(_BFLOAT16),  # if they should not be sparse
+    # if they should not be sparse
+    ("int4", "cuda"): _each(0.5 + _GPU_SCALE / 128), ("sparse24", "cuda"): _each(_BFLOAT16),
 }  # fmt: skip

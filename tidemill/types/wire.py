@@ -46,7 +46,8 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
-    """The number of a prompt's tokens that were found in the cache, and the number that are computed or found by now."""
+    """The number of a prompt's tokens that were found in the cache, and the number that are
+    computed or found by now."""
 
     num_prompt: int
     num_cached: int
@@ -54,17 +55,20 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one sample of a request. The last one carries the finish reason and the timings."""
+    """New tokens of one sample of a request. The last one carries the finish reason and the
+    timings."""
 
     request_id: str
     index: int
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    prompt_pieces: list[msgspec.Raw] | None = None  # the log-probabilities of a prompt, to be decoded piece by piece
+    # the log-probabilities of a prompt, to be decoded piece by piece
+    prompt_pieces: list[msgspec.Raw] | None = None
     num_cached: int = 0
     timings: Timings | None = None
-    embedding: list[float] | None = None  # of the prompt, of length 1; those of its tokens one after the other
+    # of the prompt, of length 1; those of its tokens one after the other
+    embedding: list[float] | None = None
     score: float | None = None  # of an output of beam search, which comes as a whole
     progress: PromptProgress | None = None  # without tokens, for a reader that asked for it
     num_held: int = 0  # tokens of the prompt's longest prefix that is held for the request
@@ -78,7 +82,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """A LoRA adapter that was read. Its number is unique for as long as the server runs; its name may be used again."""
+    """A LoRA adapter that was read. Its number is unique for as long as the server runs; its name
+    may be used again."""
 
     adapter_id: int
     name: str
@@ -109,7 +114,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """A prefix of a request is to be held in the KV cache, so that it is evicted later than others or, if pinned, not at all."""
+    """A prefix of a request is to be held in the KV cache, so that it is evicted later than others
+    or, if pinned, not at all."""
 
     name: str  # of the hold; one of this name that there is ends
     num_tokens: int  # of the prompt; 0: all that the request has when it ends
@@ -129,12 +135,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     resumed: list[Resumed] | None = None  # only these samples, from where they were
     adapter: int = 0  # its number; 0: none
     prefix_leases: list[Hold] = []
-    hands_over: bool = False  # each sample ends here with its next token, to go on in another engine
+    # each sample ends here with its next token, to go on in another engine
+    hands_over: bool = False
     segments: list[Segment] = []  # of the prompt, in their order
     contents: dict[bytes, bytes] = {}  # of segments that have rows, by their keys: float32
 
     def __post_init__(self) -> None:
-        """A request has a seed from its beginning, so that wherever it is computed again it draws the same."""
+        """A request has a seed from its beginning, so that wherever it is computed again it draws
+        the same."""
         if self.params.seed is None:
             msgspec.structs.force_setattr(self, "params", self.params.seeded())
 
@@ -142,12 +150,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         """Raises what is wrong with it for a model of this size."""
         num, max_tokens = len(self.prompt_ids), self.params.max_tokens
         if not num:
-            raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
+            raise InvalidRequest(
+                "The prompt is empty.", fix="Give at least one token.", param="prompt"
+            )
         self._check_length(num, max_tokens, context)
         if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= vocab_size:
             wrong = next(token for token in self.prompt_ids if not 0 <= token < vocab_size)
             raise InvalidRequest(
-                f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.", param="prompt"
+                f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.",
+                param="prompt",
             )
         if self.params.pooling is None:
             self.params.check_vocabulary(vocab_size)
@@ -200,7 +211,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """A hold ends so many seconds from now; 0: at once. Unknown names are ignored: it may have ended by itself."""
+    """A hold ends so many seconds from now; 0: at once. Unknown names are ignored: it may have
+    ended by itself."""
 
     name: str
     ttl_s: float
@@ -208,8 +220,8 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """Another engine computes this prompt, and the request goes on here. Once there was such a message, pages of other prompts
-    are not fetched before they are needed."""
+    """Another engine computes this prompt, and the request goes on here. Once there was such a
+    message, pages of other prompts are not fetched before they are needed."""
 
     prompt_ids: list[int]
     salt: str = ""
@@ -226,7 +238,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine: TypeAlias = (
-    Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | Renew | Expect | ShowPages | Shutdown
+    Start
+    | Inspect
+    | Submit
+    | Abort
+    | Finish
+    | LoadAdapter
+    | UnloadAdapter
+    | Renew
+    | Expect
+    | ShowPages
+    | Shutdown
 )
 
 
@@ -294,11 +316,14 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     tiers: list[tuple[str, int, int]] = []  # name, pages in it, and how many it can hold
 
 
-FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages
+FromEngine: TypeAlias = (
+    Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages
+)
 
 
 def _layer_spec(kind: type, value: Any) -> Any:
-    """The spec of a layer from its fields and the tag of its kind: msgspec has no unions of dataclasses."""
+    """The spec of a layer from its fields and the tag of its kind: msgspec has no unions of
+    dataclasses."""
     if kind is not TaggedSpec:
         raise NotImplementedError(kind)
     return msgspec.convert(value, SPECS[value["tag"]])

@@ -45,7 +45,8 @@ class WeightTensor(Protocol):
         ...
 
     def read_into(self, out: torch.Tensor) -> None:
-        """Write the values into `out`, a tensor of the same shape: float32, or the stored type if that is a 16-bit one."""
+        """Write the values into `out`, a tensor of the same shape: float32, or the stored type if
+        that is a 16-bit one."""
         ...
 
     def codes(self) -> Codes | None:
@@ -61,13 +62,15 @@ class WeightTensor(Protocol):
         ...
 
     def columns(self, begin: int, end: int) -> WeightTensor:
-        """Some neighbouring columns of a matrix; bytes as above, and those of blocks that the cut goes through."""
+        """Some neighbouring columns of a matrix; bytes as above, and those of blocks that the cut
+        goes through."""
         ...
 
 
 class RandomTensor:
-    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so. By
-    the name alone, so that ranks agree about what all of them have."""
+    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small
+    enough to keep activations so. By the name alone, so that ranks agree about what all of them
+    have."""
 
     type_name = "BF16"
     reads_rows = False
@@ -81,7 +84,9 @@ class RandomTensor:
         if len(self.shape) == 1:
             out.fill_(0.0 if self.name.endswith(".bias") else 1.0)
         else:
-            source = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self.name}{self._place}".encode()))
+            source = torch.Generator(out.device).manual_seed(
+                zlib.crc32(f"{self.name}{self._place}".encode())
+            )
             out.normal_(0.0, self._num_in**-0.5, generator=source)
 
     def codes(self) -> None:
@@ -117,7 +122,8 @@ class Checkpoint(Protocol):
 
 
 class PartOf:
-    """A checkpoint read by another configuration than its own, without the tensors whose names match `left_out`."""
+    """A checkpoint read by another configuration than its own, without the tensors whose names
+    match `left_out`."""
 
     def __init__(self, whole: Checkpoint, metadata: dict[str, Any], left_out: str = "") -> None:
         self.path, self.format, self.architecture = whole.path, whole.format, whole.architecture
@@ -132,7 +138,11 @@ class PartOf:
         return sum(tensor.num_bytes for tensor in self.tensors())
 
     def tensors(self) -> Iterator[WeightTensor]:
-        return (tensor for tensor in self._whole.tensors() if not re.fullmatch(self._left_out, tensor.name))
+        return (
+            tensor
+            for tensor in self._whole.tensors()
+            if not re.fullmatch(self._left_out, tensor.name)
+        )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -153,7 +163,9 @@ class _FromGGUF:
         try:
             self._tensor.read_into(values.numpy())
         except NotImplementedError as error:
-            raise CheckpointError(f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized.") from error
+            raise CheckpointError(
+                f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized."
+            ) from error
         if values is not out:
             out.copy_(values)
 
@@ -164,10 +176,20 @@ class _FromGGUF:
         if can_read(self.type_name):
             codes = read_codes(self.type_name, rows)
         else:  # a slice of rows at a time: the floats in between are several times the result
-            codes = concat([self._quantized(rows[i : i + _ROWS_AT_ONCE]) for i in range(0, self.shape[0], _ROWS_AT_ONCE)])
-        if not all(values.isfinite().all() for values in (codes.scales_NG, codes.offsets_NG) if values is not None):
+            codes = concat(
+                [
+                    self._quantized(rows[i : i + _ROWS_AT_ONCE])
+                    for i in range(0, self.shape[0], _ROWS_AT_ONCE)
+                ]
+            )
+        if not all(
+            values.isfinite().all()
+            for values in (codes.scales_NG, codes.offsets_NG)
+            if values is not None
+        ):
             raise CheckpointError(
-                f"Tensor {self.name} ({self.type_name}) holds scales that are not finite in 16 bits.", fix="Use --dtype float32."
+                f"Tensor {self.name} ({self.type_name}) holds scales that are not finite in 16 bits.",
+                fix="Use --dtype float32.",
             )
         return codes
 
@@ -187,7 +209,9 @@ class _FromGGUF:
         block = self._tensor.block
         first, last = begin // block * block, min(-(-end // block) * block, self.shape[1])
         whole = _FromGGUF(self._tensor.columns(first, last))
-        return whole if (first, last) == (begin, end) else Inner(whole, 1, begin - first, end - first)
+        return (
+            whole if (first, last) == (begin, end) else Inner(whole, 1, begin - first, end - first)
+        )
 
     def _quantized(self, raw: np.ndarray) -> Codes:
         part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
@@ -195,7 +219,9 @@ class _FromGGUF:
         try:
             part.read_into(values.numpy())
         except NotImplementedError as error:
-            raise CheckpointError(f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized.") from error
+            raise CheckpointError(
+                f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized."
+            ) from error
         return quantize(values)
 
 
@@ -209,7 +235,9 @@ class GGUFCheckpoint:
         self.metadata = self._files[0].metadata  # of a split model, the first part has all keys
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
-            raise CheckpointError(f"{path} does not say its architecture: key general.architecture is missing.")
+            raise CheckpointError(
+                f"{path} does not say its architecture: key general.architecture is missing."
+            )
         self.architecture = architecture
         self._check_parts()
 
@@ -218,19 +246,25 @@ class GGUFCheckpoint:
         stated = self.metadata.get("split.count", 1)
         if stated != len(self._files) and stated not in (0, 1):
             raise CheckpointError(
-                f"{self.path} is part of a model in {stated} files.", fix="Keep their names, like model-00001-of-00003.gguf."
+                f"{self.path} is part of a model in {stated} files.",
+                fix="Keep their names, like model-00001-of-00003.gguf.",
             )
         names: set[str] = set()
         for number, file in enumerate(self._files):
             if len(self._files) > 1 and file.metadata.get("split.no") != number:
-                raise CheckpointError(f"{file.path} is not part {number + 1}: key split.no is {file.metadata.get('split.no')!r}.")
+                raise CheckpointError(
+                    f"{file.path} is not part {number + 1}: key split.no is {file.metadata.get('split.no')!r}."
+                )
             if twice := names & file.tensors.keys():
-                raise CheckpointError(f"{file.path} holds tensor {min(twice)}, which an earlier part holds, too.")
+                raise CheckpointError(
+                    f"{file.path} holds tensor {min(twice)}, which an earlier part holds, too."
+                )
             names |= file.tensors.keys()
         expected = self.metadata.get("split.tensors.count", len(names))
         if len(self._files) > 1 and expected != len(names):
             raise CheckpointError(
-                f"The parts of {self.path} hold {len(names)} tensors, not {expected}.", fix="Download them again."
+                f"The parts of {self.path} hold {len(names)} tensors, not {expected}.",
+                fix="Download them again.",
             )
 
     @property
@@ -244,16 +278,21 @@ class GGUFCheckpoint:
 
 
 class _FromSafetensors:
-    """`at`: of one of a stack of matrices, of rows or of columns, what the stored tensor is indexed by; empty: the whole."""
+    """`at`: of one of a stack of matrices, of rows or of columns, what the stored tensor is indexed
+    by; empty: the whole."""
 
     reads_rows = True
 
-    def __init__(self, file: SafetensorsFile, name: str, path: Path, at: tuple[int | slice, ...] = ()) -> None:
+    def __init__(
+        self, file: SafetensorsFile, name: str, path: Path, at: tuple[int | slice, ...] = ()
+    ) -> None:
         self._file, self.name, self._path, self._at = file, name, path, at
         view = file.get_slice(name)
         stored = tuple(view.get_shape())
         places = zip(at + (slice(None),) * (len(stored) - len(at)), stored, strict=True)
-        self.shape = tuple(len(range(num)[place]) for place, num in places if isinstance(place, slice))
+        self.shape = tuple(
+            len(range(num)[place]) for place, num in places if isinstance(place, slice)
+        )
         self.type_name = str(view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
@@ -278,7 +317,9 @@ class _FromSafetensors:
         return self._narrowed(1, begin, end)
 
     def _narrowed(self, dim: int, begin: int, end: int) -> _FromSafetensors:
-        at = list(self._at) + [slice(None)] * (dim + 1 - sum(isinstance(place, slice) for place in self._at))
+        at = list(self._at) + [slice(None)] * (
+            dim + 1 - sum(isinstance(place, slice) for place in self._at)
+        )
         number = [i for i, place in enumerate(at) if isinstance(place, slice)][dim]
         before = at[number]
         assert isinstance(before, slice)
@@ -299,8 +340,14 @@ class SafetensorsCheckpoint:
         self.path = path
         self.metadata = read_json(path / "config.json")
         architectures = self.metadata.get("architectures")
-        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-            raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
+        if (
+            not isinstance(architectures, list)
+            or not architectures
+            or not isinstance(architectures[0], str)
+        ):
+            raise CheckpointError(
+                f"{path / 'config.json'} names no architecture: key architectures is missing."
+            )
         self.architecture = architectures[0]
         self._scheme = read_scheme(self.metadata.get("quantization_config"), path)
 
@@ -314,7 +361,9 @@ class SafetensorsCheckpoint:
             files = shards(index)
             for file in files:
                 if not file.is_file():
-                    raise CheckpointError(f"{index} lists {file.name}, which is not there.", fix="Download it again.")
+                    raise CheckpointError(
+                        f"{index} lists {file.name}, which is not there.", fix="Download it again."
+                    )
             return files
         files = weight_files(self.path)
         if not files:
@@ -346,9 +395,12 @@ class SafetensorsCheckpoint:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     yield _FromSafetensors(file, name, path)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+            raise CheckpointError(
+                f"{path} is corrupt or truncated: {error}.", fix="Download it again."
+            ) from error
 
     def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
-        """The quantized matrices. Several stored tensors are one matrix; they may lie in different files, so all are open."""
+        """The quantized matrices. Several stored tensors are one matrix; they may lie in different
+        files, so all are open."""
         for found in gathered(scheme, [(path, SafetensorsFile(path)) for path in self._files()]):
             yield _FromSafetensors(*found) if isinstance(found, tuple) else found

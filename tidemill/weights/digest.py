@@ -14,8 +14,8 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def fingerprint_of(path: Path) -> bytes:
-    """A fingerprint of models that were trained differently, without reading all of them: sizes, and bytes from all over the
-    files."""
+    """A fingerprint of models that were trained differently, without reading all of them: sizes,
+    and bytes from all over the files."""
     files = [path] if path.is_file() else [*weight_files(path), path / "config.json"]
     digest = hashlib.sha256()
     for file in files:
@@ -29,10 +29,12 @@ def fingerprint_of(path: Path) -> bytes:
 
 
 def digest_of(path: Path, num_threads: int = 4) -> bytes:
-    """The digest of a GGUF file, or of the safetensors files and the settings in a folder. Reads all of it: about a second a
-    gigabyte and core."""
+    """The digest of a GGUF file, or of the safetensors files and the settings in a folder. Reads
+    all of it: about a second a gigabyte and core."""
     files = [path] if path.is_file() else sorted([*weight_files(path), *path.glob("*.json")])
-    pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE)]
+    pieces = [
+        (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE)
+    ]
     with ThreadPoolExecutor(num_threads) as threads:
         sums = list(threads.map(_sum_of, pieces))
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
 """GGUF files: header, metadata and tensor bytes, checked against the file's real size.
 
-The reader of the `gguf` package takes seconds on a vocabulary of 50,000 tokens and trusts the lengths it reads; the format is
-small, so the header is read here and the package only dequantizes.
+The reader of the `gguf` package takes seconds on a vocabulary of 50,000 tokens and trusts the
+lengths it reads; the format is small, so the header is read here and the package only dequantizes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,23 @@ from tidemill.errors import CheckpointError
 from tidemill.weights import gguf_iq
 
 MAGIC = b"GGUF"
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-# Beyond what any model has; each bounds what a header can make this process allocate, whatever the file's size.
+# Beyond what any model has; each bounds what a header can make this process allocate, whatever the
+# file's size.
 _MAX_TENSORS = 2**18
 _MAX_ENTRIES = 2**22  # of all arrays together; a vocabulary of 262,144 tokens has a quarter of it
 _MAX_NAME_BYTES = 2**16
@@ -72,7 +85,9 @@ class GGUFTensor:
             if gguf_iq.can_read(qtype.name):
                 gguf_iq.dequantize(qtype.name, part, rows[start : start + _ROWS_AT_ONCE])
                 continue
-            rows[start : start + _ROWS_AT_ONCE] = gguf.quants.dequantize(part, qtype).reshape(part.shape[0], -1)
+            rows[start : start + _ROWS_AT_ONCE] = gguf.quants.dequantize(part, qtype).reshape(
+                part.shape[0], -1
+            )
 
 
 class GGUFFile:
@@ -91,13 +106,17 @@ class GGUFFile:
         self._at = 4
         version = self._scalar("I", "version")
         if version not in (2, 3):
-            raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 can be read.")
+            raise CheckpointError(
+                f"{path} is GGUF version {version}; versions 2 and 3 can be read."
+            )
         num_tensors, num_keys = self._scalar("Q", "tensor count"), self._scalar("Q", "key count")
         self.metadata: dict[str, Any] = {}
         for i in range(self._count(num_keys, 13, "key count", _MAX_ENTRIES)):
             key = self._string(f"key {i}", _MAX_NAME_BYTES)
             self.metadata[key] = self._value(self._scalar("I", key), key)
-        self.tensors = self._read_tensors(self._count(num_tensors, 24, "tensor count", _MAX_TENSORS))
+        self.tensors = self._read_tensors(
+            self._count(num_tensors, 24, "tensor count", _MAX_TENSORS)
+        )
 
     def _read_tensors(self, num_tensors: int) -> dict[str, GGUFTensor]:
         import gguf
@@ -121,13 +140,17 @@ class GGUFFile:
             try:
                 block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(qtype)]
             except (ValueError, KeyError):
-                raise CheckpointError(f"{self.path}: tensor {name} has the unknown type {qtype}.") from None
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} has the unknown type {qtype}."
+                ) from None
             num_rows = 1
             for dim in dims[1:]:
                 num_rows *= dim
             width = dims[0] if dims else 1
             if width % block or width == 0 or num_rows == 0:
-                raise self._broken(f"tensor {name} has shape {dims[::-1]}, not divisible into blocks of {block}")
+                raise self._broken(
+                    f"tensor {name} has shape {dims[::-1]}, not divisible into blocks of {block}"
+                )
             row_bytes = width // block * block_bytes
             start, end = base + offset, base + offset + num_rows * row_bytes
             if end > len(self._data):
@@ -135,7 +158,9 @@ class GGUFFile:
                     f"{self.path} is truncated: tensor {name} ends at byte {end}, the file at byte {len(self._data)}.",
                     fix="Download it again.",
                 )
-            raw = np.frombuffer(self._data, np.uint8, num_rows * row_bytes, start).reshape(num_rows, row_bytes)
+            raw = np.frombuffer(self._data, np.uint8, num_rows * row_bytes, start).reshape(
+                num_rows, row_bytes
+            )
             tensors[name] = GGUFTensor(name, dims[::-1], qtype, raw)
         return tensors
 
@@ -152,7 +177,8 @@ class GGUFFile:
             )
 
     def _count(self, count: int, min_bytes: int, what: str, limit: int) -> int:
-        """A number of things that each take at least `min_bytes`: no more than the file can hold, and than any model has."""
+        """A number of things that each take at least `min_bytes`: no more than the file can hold,
+        and than any model has."""
         self._need(count * min_bytes, what)
         if count > limit:
             raise self._broken(f"{what} is {count}, more than {limit}")

@@ -1,7 +1,8 @@
 """GGUF's quantized blocks as codes, scales and offsets of 32 values, without going through floats.
 
-The 4-bit types and those of 8 and 5 bits keep their codes, and IQ types with 32 values to a scale become 8-bit codes without a
-loss. All others (values in groups of 16) are rounded anew to 8 bits, which is finer than what they hold.
+The 4-bit types and those of 8 and 5 bits keep their codes, and IQ types with 32 values to a scale
+become 8-bit codes without a loss. All others (values in groups of 16) are rounded anew to 8 bits,
+which is finer than what they hold.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Activations, Codes
 from tidemill.weights import gguf_iq
 
-# One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
+# One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or
+# None).
 _Reader = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 
 
@@ -41,7 +43,11 @@ def _q4_1(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
 
 def _q5_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    return (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).view(np.int8) - np.int8(16), _half(b, 0), None
+    return (
+        (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).view(np.int8) - np.int8(16),
+        _half(b, 0),
+        None,
+    )
 
 
 def _q5_1(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -53,7 +59,8 @@ def _q8_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
 
 def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and offsets of the eight groups of a 256-value block, 6 bits each in 12 bytes, times the block's own two."""
+    """Scales and offsets of the eight groups of a 256-value block, 6 bits each in 12 bytes, times
+    the block's own two."""
     low, mid, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     offsets = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
@@ -72,13 +79,18 @@ def _q4_k(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
 
 def _q5_k(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit g of byte i: value i of group g
+    # bit g of byte i: value i of group g
+    fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
     return _k_nibbles(b[:, 48:]) | (fifth << 4).reshape(-1, 256), *_k_scales(b)
 
 
 def _mxfp4(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     exponents = b[:, :1].astype(np.int32) - 128
-    return MX4_CODES[_nibbles(b[:, 1:])], np.ldexp(np.float32(1), exponents).astype(np.float16), None
+    return (
+        MX4_CODES[_nibbles(b[:, 1:])],
+        np.ldexp(np.float32(1), exponents).astype(np.float16),
+        None,
+    )
 
 
 _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, reader
@@ -107,13 +119,21 @@ def _trits(data: np.ndarray, num: int = _TRITS) -> np.ndarray:
 def _ternary(type_name: str, raw: np.ndarray) -> Codes:
     blocks = raw.reshape(-1, _TERNARY[type_name])
     if type_name == "TQ1_0":
-        codes = np.concatenate([_trits(blocks[:, :32]), _trits(blocks[:, 32:48]), _trits(blocks[:, 48:52], 4)], axis=1)
+        codes = np.concatenate(
+            [_trits(blocks[:, :32]), _trits(blocks[:, 32:48]), _trits(blocks[:, 48:52], 4)], axis=1
+        )
     else:
         halves = blocks[:, :64].reshape(-1, 2, 1, 32)
-        codes = (halves >> np.arange(0, 8, 2, dtype=np.uint8)[None, None, :, None] & 3).reshape(-1, 256)
+        codes = (halves >> np.arange(0, 8, 2, dtype=np.uint8)[None, None, :, None] & 3).reshape(
+            -1, 256
+        )
     if (codes > 2).any():
-        raise CheckpointError(f"Codes of {type_name} that are not ternary.", fix="Download the file again.")
-    scales = torch.from_numpy(_half(blocks, _TERNARY[type_name] - 2).astype(np.float32).reshape(raw.shape[0], -1))
+        raise CheckpointError(
+            f"Codes of {type_name} that are not ternary.", fix="Download the file again."
+        )
+    scales = torch.from_numpy(
+        _half(blocks, _TERNARY[type_name] - 2).astype(np.float32).reshape(raw.shape[0], -1)
+    )
     signed = torch.from_numpy(codes.reshape(raw.shape[0], -1).view(np.int8) - np.int8(1))
     return Codes(2, signed, scales, None, group=256, activations=Activations())
 

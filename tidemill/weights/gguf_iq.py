@@ -1,6 +1,8 @@
-"""GGUF's IQ types by look-up: whole rows of a block's grid come from one table of small integers, signs included.
+"""GGUF's IQ types by look-up: whole rows of a block's grid come from one table of small integers,
+signs included.
 
-Each of these types is an integer code times a scale that 32 or 16 values share. The grids themselves are the `gguf` package's.
+Each of these types is an integer code times a scale that 32 or 16 values share. The grids
+themselves are the `gguf` package's.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ def _parity_signs() -> np.ndarray:
 
 @cache
 def _eights(type_name: str) -> np.ndarray:
-    """uint64 [entries * signs]: eight codes of a grid entry with their signs. In IQ2_XS, the entry is the low part."""
+    """uint64 [entries * signs]: eight codes of a grid entry with their signs. In IQ2_XS, the entry
+    is the low part."""
     grid = _grid(type_name)
     signs = _signs(np.arange(256), 8) if type_name == "IQ2_S" else _parity_signs()
-    order = (signs[:, None] * grid[None]) if type_name == "IQ2_XS" else (grid[:, None] * signs[None])
+    order = (
+        (signs[:, None] * grid[None]) if type_name == "IQ2_XS" else (grid[:, None] * signs[None])
+    )
     return np.ascontiguousarray(order.reshape(-1, 8)).view(np.uint64).ravel()
 
 
@@ -152,7 +157,9 @@ def _iq1_m(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     parts = ((packed[:, :, None] >> np.array([0, 3, 6, 9], np.uint16)) & 7).reshape(len(b), 16)
     high = _halves(b[:, 32:48])
     entries = b[:, :32].astype(np.uint32) | ((high & 7).astype(np.uint32) << 8)
-    return _codes(_shifted().take((entries << 1) | (high >> 3)), len(b)), d * (2 * parts + 1) * _EIGHTH
+    return _codes(_shifted().take((entries << 1) | (high >> 3)), len(b)), d * (
+        2 * parts + 1
+    ) * _EIGHTH
 
 
 def _iq4_nl(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,9 +170,9 @@ def _iq4_xs(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     high = (_part(b, 2, 4, np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
     scales = (_halves(b[:, 4:8]) | (high.astype(np.uint8) << 4)).astype(np.int8) - np.int8(32)
     data = b[:, 8:].reshape(len(b), 8, 16)
-    return _pairs().take(np.concatenate([data & 15, data >> 4], axis=2)).reshape(len(b), 256), _scale(b) * scales.astype(
-        np.float32
-    )
+    return _pairs().take(np.concatenate([data & 15, data >> 4], axis=2)).reshape(
+        len(b), 256
+    ), _scale(b) * scales.astype(np.float32)
 
 
 _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bytes a block, values of a scale, reader
@@ -196,7 +203,8 @@ def codes_and_scales(type_name: str, raw: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def dequantize(type_name: str, raw: np.ndarray, out: np.ndarray) -> None:
-    """Write the values of rows of blocks into `out`, float32 [rows, values], to the bit as the `gguf` package has them."""
+    """Write the values of rows of blocks into `out`, float32 [rows, values], to the bit as the
+    `gguf` package has them."""
     codes, scales = codes_and_scales(type_name, raw)
     width = _READERS[type_name][1]
     np.multiply(codes.reshape(-1, width), scales.reshape(-1, 1), out=out.reshape(-1, width))

@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 from tidemill.errors import ModelNotFound
 from tidemill.weights.choose import GGUFSet, choose, gguf_sets
 
-_HUB_ID = re.compile(r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?::([\w.-]+))?/?")
+_HUB_ID = re.compile(
+    r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?::([\w.-]+))?/?"
+)
 _FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 _NOT_NEEDED = ["consolidated*.safetensors"]  # the same weights in Mistral's own format
 _ANSWERS_WITHIN_S = 6.0  # the hub, before anything is downloaded
-_NO_CONNECTION = ("Connect", "Timeout", "Network", "Proxy", "SSL", "NewConnection", "MaxRetry")  # in names of errors
+# in names of errors
+_NO_CONNECTION = ("Connect", "Timeout", "Network", "Proxy", "SSL", "NewConnection", "MaxRetry")
 DEFAULT_QUANTIZATION = "Q4_K_M"
 
 
@@ -25,7 +28,8 @@ def parse_id(model: str) -> tuple[str, str] | None:
 
 
 def from_hub(repo: str, quantization: str, complete: Any) -> Path:
-    """A folder of safetensors (`complete` says whether all is there) or a GGUF file. What is in the cache needs no network."""
+    """A folder of safetensors (`complete` says whether all is there) or a GGUF file. What is in the
+    cache needs no network."""
     try:
         import huggingface_hub
     except ImportError:
@@ -45,19 +49,35 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
         if cached is not None and not quantization and len(kept := _complete_sets(cached)) == 1:
             return cached / kept[0].files[0]  # without a network, what there is
         _refuse(repo, error)
-    has_weights = any(name.endswith(".safetensors") and "/" not in name for name in names) and "config.json" in names
+    has_weights = (
+        any(name.endswith(".safetensors") and "/" not in name for name in names)
+        and "config.json" in names
+    )
     try:
         if has_weights and not quantization:
-            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns=_NOT_NEEDED))
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    repo, allow_patterns=_FOLDER_FILES, ignore_patterns=_NOT_NEEDED
+                )
+            )
             if complete(folder):
                 return folder
             raise FileNotFoundError("config.json, the tokenizer or safetensors are missing")
         if not gguf_sets(names):
-            fix = f"Give {repo}, for its safetensors." if has_weights else "Files that need unpickling (.bin, .pth) are not read."
-            raise ModelNotFound(f"{repo} has no GGUF files" + ("." if has_weights else " and no safetensors."), fix=fix)
+            fix = (
+                f"Give {repo}, for its safetensors."
+                if has_weights
+                else "Files that need unpickling (.bin, .pth) are not read."
+            )
+            raise ModelNotFound(
+                f"{repo} has no GGUF files" + ("." if has_weights else " and no safetensors."),
+                fix=fix,
+            )
         chosen = choose(names, quantization, repo)
         if not chosen.is_complete:
-            raise ModelNotFound(f"{repo} has {len(chosen.files)} of the {chosen.num_parts} parts of {chosen.stem}.")
+            raise ModelNotFound(
+                f"{repo} has {len(chosen.files)} of the {chosen.num_parts} parts of {chosen.stem}."
+            )
         paths = [Path(huggingface_hub.hf_hub_download(repo, name)) for name in chosen.files]
         return paths[0]
     except ModelNotFound:
@@ -67,15 +87,18 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
 
 
 def _names(hub: Any, repo: str) -> list[str]:
-    """The repository's files, by one request: of those that list files, the library repeats each for half a minute, with a
-    warning every time, where there is no network."""
+    """The repository's files, by one request: of those that list files, the library repeats each
+    for half a minute, with a warning every time, where there is no network."""
     info = hub.HfApi().model_info(repo, timeout=_ANSWERS_WITHIN_S)
     return [each.rfilename for each in info.siblings or ()]
 
 
 def cached_models() -> list[str]:
     """Repositories in the local cache that hold models."""
-    root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
+    root = Path(
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    ).expanduser()
     found = root.glob("models--*--*/snapshots") if root.is_dir() else []
     return sorted(path.parent.name.removeprefix("models--").replace("--", "/", 1) for path in found)
 

@@ -1,7 +1,9 @@
-"""LoRA adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters as PEFT stores them: a folder with adapter_config.json and
+adapter_model.safetensors.
 
-An adapter adds scale · B A x to the output of a linear layer. A folder is not trusted: sizes are bounded by the model's, and what
-would change the output and is not supported is refused by its name.
+An adapter adds scale · B A x to the output of a linear layer. A folder is not trusted: sizes are
+bounded by the model's, and what would change the output and is not supported is refused by its
+name.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The factors for one stored matrix [N, K] of the model: what is added to its output is scale · up (down x)."""
+    """The factors for one stored matrix [N, K] of the model: what is added to its output is scale ·
+    up (down x)."""
 
     down_RK: torch.Tensor
     up_NR: torch.Tensor
@@ -64,15 +67,22 @@ class LoraWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for pair in self.pairs.values() for tensor in (pair.down_RK, pair.up_NR))
+        return sum(
+            tensor.nbytes for pair in self.pairs.values() for tensor in (pair.down_RK, pair.up_NR)
+        )
 
 
-def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int = MAX_LORA_RANK) -> LoraWeights:
+def read_lora(
+    path: Path, places: Mapping[str, tuple[int, int]], max_rank: int = MAX_LORA_RANK
+) -> LoraWeights:
     """`places`: the matrices of the model that an adapter may change, with their shapes [N, K]."""
     path = path.expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
-            raise AdapterError(f"The adapter {path} holds no {name}.", fix="It must be a folder that PEFT has saved.")
+            raise AdapterError(
+                f"The adapter {path} holds no {name}.",
+                fix="It must be a folder that PEFT has saved.",
+            )
     stated = read_json(path / CONFIG)
     settings = _Settings(stated, path / CONFIG)
     tensors = _read_tensors(path / WEIGHTS)
@@ -86,9 +96,13 @@ def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int =
             continue
         other = f"{name.removesuffix(half)}{'lora_B.weight' if half == 'lora_A.weight' else 'lora_A.weight'}"
         if other not in tensors:
-            raise AdapterError(f"{path}: tensor {other} is missing.", fix="Is it the whole adapter?")
+            raise AdapterError(
+                f"{path}: tensor {other} is missing.", fix="Is it the whole adapter?"
+            )
         down, up = (name, other) if half == "lora_A.weight" else (other, name)
-        pairs[module] = _pair(path, settings, module, {down: tensors[down], up: tensors[up]}, places[module], max_rank)
+        pairs[module] = _pair(
+            path, settings, module, {down: tensors[down], up: tensors[up]}, places[module], max_rank
+        )
     if not pairs:
         raise AdapterError(f"{path / WEIGHTS} holds no tensors.")
     return LoraWeights(path, _digest(stated, tensors), pairs)
@@ -105,15 +119,24 @@ def _pair(
     """`stored`: its two tensors by name, that of A first."""
     rank, (num_out, num_in) = settings.rank(module), shape
     if not 1 <= rank <= max_rank:
-        fix = f"Serve with --max-lora-rank {rank}." if rank <= MAX_LORA_RANK else f"At most {MAX_LORA_RANK} is supported."
-        raise AdapterError(f"{path}: the rank of {module} is {rank}; ranks are 1 to {max_rank} here.", fix=fix)
-    for (name, tensor), expected in zip(stored.items(), ((rank, num_in), (num_out, rank)), strict=True):
+        fix = (
+            f"Serve with --max-lora-rank {rank}."
+            if rank <= MAX_LORA_RANK
+            else f"At most {MAX_LORA_RANK} is supported."
+        )
+        raise AdapterError(
+            f"{path}: the rank of {module} is {rank}; ranks are 1 to {max_rank} here.", fix=fix
+        )
+    for (name, tensor), expected in zip(
+        stored.items(), ((rank, num_in), (num_out, rank)), strict=True
+    ):
         if tuple(tensor.shape) != expected:
             raise AdapterError(
                 f"{path}: tensor {name} has shape {list(tensor.shape)}; the model and rank {rank} ask for {list(expected)}.",
                 fix="Is it an adapter for this model?",
             )
-        if not tensor.to(torch.bfloat16).isfinite().all():  # as a GPU holds it, where rows of others are multiplied by zero
+        # as a GPU holds it, where rows of others are multiplied by zero
+        if not tensor.to(torch.bfloat16).isfinite().all():
             raise AdapterError(f"{path}: tensor {name} holds values that are not finite.")
     down_RK, up_NR = stored.values()
     return LoraPair(down_RK, up_NR, settings.scale(module, rank))
@@ -125,7 +148,10 @@ class _Settings:
     def __init__(self, data: dict[str, Any], source: Path) -> None:
         self._data, self._source = data, source
         if data.get("peft_type") != "LORA":
-            raise AdapterError(f"{source}: peft_type is {str(data.get('peft_type'))[:50]!r}.", fix="Only LORA is supported.")
+            raise AdapterError(
+                f"{source}: peft_type is {str(data.get('peft_type'))[:50]!r}.",
+                fix="Only LORA is supported.",
+            )
         for key, what in _REFUSED.items():
             if data.get(key):
                 raise AdapterError(f"{source}: {key} is set; {what} cannot be served.", fix=_MERGE)
@@ -133,18 +159,29 @@ class _Settings:
             if key.startswith("use_") and key != "use_rslora" and value:
                 raise AdapterError(f"{source}: {key} is set, which is not supported.", fix=_MERGE)
         if data.get("bias", "none") != "none":
-            raise AdapterError(f"{source}: bias is {str(data['bias'])[:50]!r}; trained biases cannot be served.", fix=_MERGE)
+            raise AdapterError(
+                f"{source}: bias is {str(data['bias'])[:50]!r}; trained biases cannot be served.",
+                fix=_MERGE,
+            )
         started = data.get("init_lora_weights", True)
         if isinstance(started, str) and started.startswith(_CHANGES_BASE):
             fix = "Save it with path_initial_model_for_weight_conversion, or merge it."
-            raise AdapterError(f"{source}: init_lora_weights is {started[:50]!r}, which changes the base model.", fix=fix)
+            raise AdapterError(
+                f"{source}: init_lora_weights is {started[:50]!r}, which changes the base model.",
+                fix=fix,
+            )
         self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
-        self._rank, self._alpha = self._number("r", data.get("r")), self._number("lora_alpha", data.get("lora_alpha"))
+        self._rank, self._alpha = (
+            self._number("r", data.get("r")),
+            self._number("lora_alpha", data.get("lora_alpha")),
+        )
 
     def rank(self, module: str) -> int:
         rank = _matching(self._ranks, module, self._rank)
         if rank != int(rank):
-            raise AdapterError(f"{self._source}: the rank of {module} is {rank:g}.", fix="It must be an integer.")
+            raise AdapterError(
+                f"{self._source}: the rank of {module} is {rank:g}.", fix="It must be an integer."
+            )
         return int(rank)
 
     def scale(self, module: str, rank: int) -> float:
@@ -152,20 +189,27 @@ class _Settings:
         return alpha / (math.sqrt(rank) if self._data.get("use_rslora") else rank)
 
     def _pattern(self, key: str) -> dict[str, float]:
-        """Names of modules, or ends of them, as PEFT writes them. It takes regular expressions, too; here they are refused."""
+        """Names of modules, or ends of them, as PEFT writes them. It takes regular expressions,
+        too; here they are refused."""
         pattern = self._data.get(key) or {}
         if not isinstance(pattern, dict):
             raise AdapterError(f"{self._source}: {key} must map names of modules to numbers.")
         for name in pattern:
             if not re.fullmatch(r"\^?[\w.]{1,500}", name):
                 raise AdapterError(
-                    f"{self._source}: {key} has the regular expression {name[:100]!r}.", fix="Name modules in full."
+                    f"{self._source}: {key} has the regular expression {name[:100]!r}.",
+                    fix="Name modules in full.",
                 )
-        return {name.removeprefix("^"): self._number(f"{key} of {name}", value) for name, value in pattern.items()}
+        return {
+            name.removeprefix("^"): self._number(f"{key} of {name}", value)
+            for name, value in pattern.items()
+        }
 
     def _number(self, key: str, value: object) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not -1e9 < value < 1e9:
-            raise AdapterError(f"{self._source}: {key} is {str(value)[:50]!r}; it must be a number.")
+            raise AdapterError(
+                f"{self._source}: {key} is {str(value)[:50]!r}; it must be a number."
+            )
         return float(value)
 
 
@@ -173,7 +217,10 @@ _MERGE = "Merge it into the model with PEFT's merge_and_unload."
 
 
 def _matching(pattern: dict[str, float], module: str, otherwise: float) -> float:
-    return next((value for name, value in pattern.items() if module == name or module.endswith(f".{name}")), otherwise)
+    return next(
+        (value for name, value in pattern.items() if module == name or module.endswith(f".{name}")),
+        otherwise,
+    )
 
 
 def _parse(name: str) -> tuple[str, str]:
@@ -229,4 +276,6 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
                 tensors[name] = file.get_tensor(name)
             return tensors
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{path} is corrupt or truncated: {error}.", fix="Copy it again.") from error
+        raise AdapterError(
+            f"{path} is corrupt or truncated: {error}.", fix="Copy it again."
+        ) from error

@@ -1,6 +1,8 @@
-"""Weights in mxfp4, as gpt-oss's safetensors hold them: 32 values of four bits (E2M1) share a power of two (E8M0).
+"""Weights in mxfp4, as gpt-oss's safetensors hold them: 32 values of four bits (E2M1) share a power
+of two (E8M0).
 
-Two stored tensors, `X_blocks` [..., groups, 16] and `X_scales` [..., groups], are read as one, `X_blocks` [..., groups * 32].
+Two stored tensors, `X_blocks` [..., groups, 16] and `X_scales` [..., groups], are read as one,
+`X_blocks` [..., groups * 32].
 """
 
 from __future__ import annotations
@@ -36,28 +38,39 @@ class Mxfp4(Scheme):
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> Mxfp4Tensor:
         if len(parts) < 2:
-            raise CheckpointError(f"{self.path.parent}: of tensor {module} in mxfp4, blocks or scales are missing.")
+            raise CheckpointError(
+                f"{self.path.parent}: of tensor {module} in mxfp4, blocks or scales are missing."
+            )
         return Mxfp4Tensor(module + BLOCKS, parts[BLOCKS].view(), parts[SCALES].view())
 
 
 class Mxfp4Tensor:
-    """`blocks`, `scales`: views of safetensors, which read what they are indexed by. `at`: which matrix of a stack, which rows
-    and which groups of columns; empty: all."""
+    """`blocks`, `scales`: views of safetensors, which read what they are indexed by. `at`: which
+    matrix of a stack, which rows and which groups of columns; empty: all."""
 
     type_name = "MXFP4"
     reads_rows = False
 
-    def __init__(self, name: str, blocks: Any, scales: Any, at: tuple[int | slice, ...] = ()) -> None:
+    def __init__(
+        self, name: str, blocks: Any, scales: Any, at: tuple[int | slice, ...] = ()
+    ) -> None:
         self.name, self._blocks, self._scales, self._at = name, blocks, scales, at
         stored, scale_shape = tuple(blocks.get_shape()), tuple(scales.get_shape())
         types = str(blocks.get_dtype()), str(scales.get_dtype())
-        if stored[-1:] != (GROUP // 2,) or stored[:-1] != scale_shape or len(stored) < 3 or types != ("U8", "U8"):
+        if (
+            stored[-1:] != (GROUP // 2,)
+            or stored[:-1] != scale_shape
+            or len(stored) < 3
+            or types != ("U8", "U8")
+        ):
             raise CheckpointError(
                 f"Tensor {name} ({types[0]}) has shape {list(stored)} and its scales ({types[1]}) {list(scale_shape)}.",
                 fix="mxfp4 has 16 bytes to a scale.",
             )
         places = zip(at + (slice(None),) * (len(scale_shape) - len(at)), scale_shape, strict=True)
-        *shape, num_groups = [len(range(num)[place]) for place, num in places if isinstance(place, slice)]
+        *shape, num_groups = [
+            len(range(num)[place]) for place, num in places if isinstance(place, slice)
+        ]
         self.shape: tuple[int, ...] = (*shape, num_groups * GROUP)
         self.num_bytes = math.prod(self.shape) // GROUP * (GROUP // 2 + 1)
 
@@ -83,7 +96,8 @@ class Mxfp4Tensor:
         return Mxfp4Tensor(self.name, self._blocks, self._scales, (number, *both))
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the values, and half their scales: codes int8 [rows, width], exponents [rows, groups]."""
+        """Twice the values, and half their scales: codes int8 [rows, width], exponents [rows,
+        groups]."""
         at = self._at or (slice(None),)
         raw, exponents = self._blocks[at].numpy(), self._scales[at].numpy()
         pairs = np.stack([raw & 15, raw >> 4], axis=-1)  # the low half is the first value
@@ -96,11 +110,19 @@ class Mxfp4Tensor:
         raw, scales = self._blocks[at].to(out.device), self._scales[at].to(out.device)
         pairs = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
         values = torch.from_numpy(MX4_CODES).to(out.device, torch.float32)[pairs.int()]
-        out.copy_((values * torch.from_numpy(_POWERS).to(out.device)[scales.int()][..., None]).reshape(out.shape))
+        out.copy_(
+            (values * torch.from_numpy(_POWERS).to(out.device)[scales.int()][..., None]).reshape(
+                out.shape
+            )
+        )
 
     def codes(self) -> Codes:
         codes, exponents = self._read()
         if exponents.max() > _HIGHEST:
-            raise CheckpointError(f"Tensor {self.name} holds scales that are too large for 16 bits.", fix="Use --dtype float32.")
-        scales = np.ldexp(np.float32(1), exponents).astype(np.float16)  # below 2^-24, where all values are below 1e-6, they are 0
+            raise CheckpointError(
+                f"Tensor {self.name} holds scales that are too large for 16 bits.",
+                fix="Use --dtype float32.",
+            )
+        # below 2^-24, where all values are below 1e-6, they are 0
+        scales = np.ldexp(np.float32(1), exponents).astype(np.float16)
         return Codes(4, torch.from_numpy(codes), torch.from_numpy(scales), None)

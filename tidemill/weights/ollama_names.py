@@ -1,10 +1,12 @@
-"""Names of Ollama's library, and the same models on the Hugging Face hub: to be suggested, never fetched by themselves."""
+"""Names of Ollama's library, and the same models on the Hugging Face hub: to be suggested, never
+fetched by themselves."""
 
 from __future__ import annotations
 
 import re
 
-# By name: a GGUF repository, and the sizes that there are of it, Ollama's default first. `{}` is the size.
+# By name: a GGUF repository, and the sizes that there are of it, Ollama's default first. `{}` is
+# the size.
 _LIBRARY = {
     "llama3.1": ("bartowski/Meta-Llama-3.1-{}-Instruct-GGUF", "8B 70B"),
     "llama3.2": ("bartowski/Llama-3.2-{}-Instruct-GGUF", "3B 1B"),
@@ -24,7 +26,8 @@ _QUANTIZATION = re.compile(r"i?q\d\w*|f16|fp16|bf16", re.IGNORECASE)
 
 
 def on_the_hub(name: str) -> str:
-    """The hub's name of `llama3.2`, `llama3.2:1b` or `llama3.2:1b-instruct-q8_0`; empty if it is not known."""
+    """The hub's name of `llama3.2`, `llama3.2:1b` or `llama3.2:1b-instruct-q8_0`; empty if it is
+    not known."""
     family, _, tag = name.lower().removeprefix("library/").partition(":")
     if family not in _LIBRARY:
         return ""
@@ -34,5 +37,7 @@ def on_the_hub(name: str) -> str:
     size = known.get(words[0], "") if words else sizes.split()[0]
     if not size:
         return ""
-    quantization = next((word.upper().replace("FP", "F") for word in words[1:] if _QUANTIZATION.fullmatch(word)), "")
+    quantization = next(
+        (word.upper().replace("FP", "F") for word in words[1:] if _QUANTIZATION.fullmatch(word)), ""
+    )
     return repo.format(size) + (f":{quantization}" if quantization else "")

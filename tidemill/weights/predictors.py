@@ -1,4 +1,5 @@
-"""Predictors of which neurons and heads a token needs: what `tidemill train-predictors` writes, and how it is read."""
+"""Predictors of which neurons and heads a token needs: what `tidemill train-predictors` writes, and
+how it is read."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def read_predictors(folder: Path, num_layers: int, hidden_size: int, units: dict[str, int]) -> dict[str, list[Predictor]]:
-    """By kind, one for each layer. `units`: how many there must be of each kind, neurons or heads; a kind that was not trained
-    is missing."""
+def read_predictors(
+    folder: Path, num_layers: int, hidden_size: int, units: dict[str, int]
+) -> dict[str, list[Predictor]]:
+    """By kind, one for each layer. `units`: how many there must be of each kind, neurons or heads;
+    a kind that was not trained is missing."""
     from safetensors import SafetensorError, safe_open
 
     read_settings(folder)
@@ -58,21 +61,37 @@ def read_predictors(folder: Path, num_layers: int, hidden_size: int, units: dict
     kinds = [kind for kind in units if any(name.startswith(f"{kind}.") for name in tensors)]
     if not kinds:
         raise CheckpointError(
-            f"{path} has no predictors: no tensor is named {' or '.join(f'{kind}.*' for kind in units)}.", fix=_FIX
+            f"{path} has no predictors: no tensor is named {' or '.join(f'{kind}.*' for kind in units)}.",
+            fix=_FIX,
         )
     return {
-        kind: [_predictor(path, tensors, f"{kind}.{number}", hidden_size, units[kind]) for number in range(num_layers)]
+        kind: [
+            _predictor(path, tensors, f"{kind}.{number}", hidden_size, units[kind])
+            for number in range(num_layers)
+        ]
         for kind in kinds
     }
 
 
-def _predictor(path: Path, tensors: dict[str, torch.Tensor], name: str, hidden_size: int, num_units: int) -> Predictor:
-    rank = tensors[f"{name}.a"].shape[0] if f"{name}.a" in tensors and tensors[f"{name}.a"].dim() == 2 else 0
+def _predictor(
+    path: Path, tensors: dict[str, torch.Tensor], name: str, hidden_size: int, num_units: int
+) -> Predictor:
+    rank = (
+        tensors[f"{name}.a"].shape[0]
+        if f"{name}.a" in tensors and tensors[f"{name}.a"].dim() == 2
+        else 0
+    )
     found = []
-    for part, shape in (("a", (rank, hidden_size)), ("b", (num_units, rank)), ("bias", (num_units,))):
+    for part, shape in (
+        ("a", (rank, hidden_size)),
+        ("b", (num_units, rank)),
+        ("bias", (num_units,)),
+    ):
         tensor = tensors.get(f"{name}.{part}")
         if tensor is None:
-            raise CheckpointError(f"{path}: tensor {name}.{part} is missing.", fix="Are they of this model? " + _FIX)
+            raise CheckpointError(
+                f"{path}: tensor {name}.{part} is missing.", fix="Are they of this model? " + _FIX
+            )
         if tuple(tensor.shape) != shape or 0 in shape:
             raise CheckpointError(
                 f"{path}: tensor {name}.{part} has shape {list(tensor.shape)}; the model asks for {list(shape)}.",
@@ -80,6 +99,8 @@ def _predictor(path: Path, tensors: dict[str, torch.Tensor], name: str, hidden_s
             )
         values = tensor.float().contiguous()
         if not tensor.is_floating_point() or not bool(values.isfinite().all()):
-            raise CheckpointError(f"{path}: tensor {name}.{part} holds values that are no finite numbers.", fix=_FIX)
+            raise CheckpointError(
+                f"{path}: tensor {name}.{part} holds values that are no finite numbers.", fix=_FIX
+            )
         found.append(values)
     return Predictor(*found)

@@ -1,7 +1,9 @@
-"""Weights as kernels take them, written once to a file, so that they can be read again and again while the model runs.
+"""Weights as kernels take them, written once to a file, so that they can be read again and again
+while the model runs.
 
-A file is a head of one page, items at multiples of a page, and a table of them as JSON, of which the head has the hash. Files lie
-in a folder with a quota. One that is in use is locked, and stays; of the others, the least recently used make room.
+A file is a head of one page, items at multiples of a page, and a table of them as JSON, of which
+the head has the hash. Files lie in a folder with a quota. One that is in use is locked, and stays;
+of the others, the least recently used make room.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ _PIECE = 2**20
 _NUM_READERS = 4
 _SYNC_EVERY = 2**28
 _SUFFIX, _UNFINISHED = ".weights", ".unfinished"
-_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link nor waiting, as for a pipe
+# neither through a link nor waiting, as for a pipe
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PreparedCorrupt(CheckpointError):
-    """A file of prepared weights that was changed since it was written. It is gone: the next start writes it anew."""
+    """A file of prepared weights that was changed since it was written. It is gone: the next start
+    writes it anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,9 @@ class PreparedFile:
     """One that is complete. It is locked while it is open."""
 
     def __init__(self, path: Path, key: str, locks: bool = True) -> None:
-        """Raises PreparedCorrupt if its content is wrong, and OSError if it cannot be used: BlockingIOError while another process
-        removes it. `locks`: False if the caller has it locked."""
+        """Raises PreparedCorrupt if its content is wrong, and OSError if it cannot be used:
+        BlockingIOError while another process removes it. `locks`: False if the caller has it
+        locked."""
         self.path = path
         self.fd = _open_direct(path)
         try:
@@ -103,7 +108,8 @@ class PreparedFile:
             status = os.fstat(self.fd)
             self.file_bytes, self.changed_ns = status.st_size, status.st_mtime_ns
             self.items = self._read_table(key)
-            os.utime(self.fd, ns=(max(status.st_atime_ns, time.time_ns()), status.st_mtime_ns))  # used just now
+            # used just now
+            os.utime(self.fd, ns=(max(status.st_atime_ns, time.time_ns()), status.st_mtime_ns))
         except BaseException:
             self.close()
             raise
@@ -115,7 +121,12 @@ class PreparedFile:
         head = memory(PAGE)
         self._read(head, 0)
         magic, version, offset, num_bytes, digest = _HEAD.unpack_from(head.data)
-        is_ours = magic == _MAGIC and version == VERSION and offset % PAGE == 0 and 0 < num_bytes <= _MAX_TABLE
+        is_ours = (
+            magic == _MAGIC
+            and version == VERSION
+            and offset % PAGE == 0
+            and 0 < num_bytes <= _MAX_TABLE
+        )
         if not is_ours or self.file_bytes != offset + _up(num_bytes, PAGE):
             raise self._corrupt("it was cut short, or is of another kind")
         table = memory(num_bytes)
@@ -169,7 +180,9 @@ class PreparedFile:
 
 
 def _fits(item: Item, end: int) -> bool:
-    whole = all(isinstance(num, int) and num >= 0 for num in (item.offset, item.num_bytes, *item.starts))
+    whole = all(
+        isinstance(num, int) and num >= 0 for num in (item.offset, item.num_bytes, *item.starts)
+    )
     aligned = whole and item.offset % PAGE == 0 and item.num_bytes % PAGE == 0
     is_inside = aligned and item.offset >= PAGE and item.offset + item.num_bytes <= end
     return is_inside and all(start <= item.num_bytes for start in item.starts)
@@ -198,8 +211,8 @@ def _unlink(path: Path, fd: int) -> None:
 
 
 class Writer:
-    """The writer of a new file, which has its name when it is complete. From the start it is as long as it may become: the quota
-    counts it so."""
+    """The writer of a new file, which has its name when it is complete. From the start it is as
+    long as it may become: the quota counts it so."""
 
     def __init__(self, folder: Folder, key: str, num_bytes: int) -> None:
         self._folder, self._key = folder, key
@@ -239,18 +252,24 @@ class Writer:
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> PreparedFile:
-        text = json.dumps({"key": self._key, "items": [asdict(item) for item in self.items.values()]}).encode()
+        text = json.dumps(
+            {"key": self._key, "items": [asdict(item) for item in self.items.values()]}
+        ).encode()
         offset = self._file.tell()
         with self._reported():
             self._file.write(text + bytes(-len(text) % PAGE))
             self._file.truncate()
             self._file.seek(0)
-            self._file.write(_HEAD.pack(_MAGIC, VERSION, offset, len(text), hashlib.sha256(text).digest()))
+            self._file.write(
+                _HEAD.pack(_MAGIC, VERSION, offset, len(text), hashlib.sha256(text).digest())
+            )
             self._forget_pages()
-            made = PreparedFile(self._path, self._key, locks=False)  # open before anybody may remove it
+            # open before anybody may remove it
+            made = PreparedFile(self._path, self._key, locks=False)
             made.path = self._path.rename(self._folder.path_of(self._key))
             self._file.close()
-            with contextlib.suppress(BlockingIOError):  # somebody removes it just now: what is open stays readable
+            # somebody removes it just now: what is open stays readable
+            with contextlib.suppress(BlockingIOError):
                 made.lock()
         return made
 
@@ -301,7 +320,8 @@ class Folder:
         return self.path / f"{key}{_SUFFIX}"
 
     def open(self, key: str) -> PreparedFile | None:
-        """None: there is none that is right, or somebody is removing it. One with a wrong content is removed."""
+        """None: there is none that is right, or somebody is removing it. One with a wrong content
+        is removed."""
         try:
             return PreparedFile(self.path_of(key), key)
         except (FileNotFoundError, BlockingIOError, PreparedCorrupt):
@@ -327,7 +347,8 @@ class Folder:
         return Writer(self, key, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove what nobody uses until there is room: what is unfinished, then the least recently used."""
+        """Remove what nobody uses until there is room: what is unfinished, then the least recently
+        used."""
         if num_bytes > self.quota:
             raise ConfigError(
                 f"The prepared weights need {fmt_bytes(num_bytes)} on disk; the quota of {self.path} is {fmt_bytes(self.quota)}.",
@@ -349,7 +370,11 @@ class Folder:
 
     def _lacks(self, num_bytes: int) -> int:
         """Bytes that are missing on the disk or under the quota."""
-        used = sum(one.st_size for suffix in (_SUFFIX, _UNFINISHED) for one in _statuses(self.path, suffix).values())
+        used = sum(
+            one.st_size
+            for suffix in (_SUFFIX, _UNFINISHED)
+            for one in _statuses(self.path, suffix).values()
+        )
         status = os.statvfs(self.path)
         return max(0, used + num_bytes - self.quota, num_bytes - status.f_bavail * status.f_frsize)
 

@@ -1,5 +1,6 @@
-"""SafetensorsFile: an open safetensors file. Tensors are read from it, not mapped: no pages of the file stay in this process,
-values go where they are wanted without a copy in between, and a file that is cut off meanwhile is an error, not a signal."""
+"""SafetensorsFile: an open safetensors file. Tensors are read from it, not mapped: no pages of the
+file stay in this process, values go where they are wanted without a copy in between, and a file
+that is cut off meanwhile is an error, not a signal."""
 
 from __future__ import annotations
 
@@ -45,15 +46,24 @@ class SafetensorsFile:
         return values
 
     def read_into(self, out: torch.Tensor, name: str, at: Sequence[int | slice]) -> None:
-        """A stored tensor of a type in DTYPES, or a part of it: numbers first, then ranges of rows and columns."""
+        """A stored tensor of a type in DTYPES, or a part of it: numbers first, then ranges of rows
+        and columns."""
         about = self._header[name]
-        dtype, shape, offset = DTYPES[about["dtype"]], list(about["shape"]), self._start + about["data_offsets"][0]
+        dtype, shape, offset = (
+            DTYPES[about["dtype"]],
+            list(about["shape"]),
+            self._start + about["data_offsets"][0],
+        )
         inner = list(at)
         while inner and isinstance(inner[0], int):
             number, shape = inner.pop(0), shape[1:]
             assert isinstance(number, int)
             offset += number * math.prod(shape) * dtype.itemsize
-        ranges = [one.indices(num) for one, num in zip(inner, shape, strict=False) if isinstance(one, slice)]
+        ranges = [
+            one.indices(num)
+            for one, num in zip(inner, shape, strict=False)
+            if isinstance(one, slice)
+        ]
         begin, end, _ = ranges[0] if ranges else (0, shape[0] if shape else 1, 1)
         row_shape, columns = shape[1:], tuple(slice(*one) for one in ranges[1:])
         row_bytes = math.prod(row_shape) * dtype.itemsize
@@ -61,8 +71,15 @@ class SafetensorsFile:
         if is_whole and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
             self._read(out.view(-1), offset + begin * row_bytes)
             return
-        wanted = [end - begin, *(len(range(*one)) for one in ranges[1:]), *row_shape[len(columns) :]]
-        places, most = out.view(wanted), _BUFFER_BYTES if out.device.type == "cpu" else _DEVICE_BUFFER_BYTES
+        wanted = [
+            end - begin,
+            *(len(range(*one)) for one in ranges[1:]),
+            *row_shape[len(columns) :],
+        ]
+        places, most = (
+            out.view(wanted),
+            _BUFFER_BYTES if out.device.type == "cpu" else _DEVICE_BUFFER_BYTES,
+        )
         num = max(1, most // max(row_bytes, 1))
         buffer = torch.empty([min(num, end - begin), *row_shape], dtype=dtype, device="cpu")
         for row in range(begin, end, num):
@@ -84,4 +101,6 @@ class SafetensorsFile:
             left, offset = left[num:], offset + num
 
     def _corrupt(self, why: object) -> CheckpointError:
-        return CheckpointError(f"{self.path} is corrupt or truncated: {why}.", fix="Download it again.")
+        return CheckpointError(
+            f"{self.path} is corrupt or truncated: {why}.", fix="Download it again."
+        )

@@ -1,5 +1,5 @@
-"""The settings of an embedding model beside its weights, in the files of sentence-transformers: how hidden states become an
-embedding, and how long an input may be."""
+"""The settings of an embedding model beside its weights, in the files of sentence-transformers: how
+hidden states become an embedding, and how long an input may be."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ class Modules:
         other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
         if other:
             raise CheckpointError(
-                f"{listed}: the module {other[0][:100]!r} is not supported.", fix="Transformer, Pooling and Normalize are."
+                f"{listed}: the module {other[0][:100]!r} is not supported.",
+                fix="Transformer, Pooling and Normalize are.",
             )
-        settings = _checked_path(folder, kinds["Pooling"]) / "config.json" if "Pooling" in kinds else None
+        settings = (
+            _checked_path(folder, kinds["Pooling"]) / "config.json" if "Pooling" in kinds else None
+        )
         pooling = "mean" if settings is None else _pooling(settings, poolings)
         return cls(pooling, "Normalize" in kinds, _max_length(folder))
 
 
 def decoder_pooling(folder: Path) -> str | None:
     """The way that a decoder's hidden states become an embedding, if its folder says: mean or last."""
-    return Modules.read(folder, ("mean", "last")).pooling if (folder / "modules.json").is_file() else None
+    return (
+        Modules.read(folder, ("mean", "last")).pooling
+        if (folder / "modules.json").is_file()
+        else None
+    )
 
 
 def _modules(path: Path) -> dict[str, str]:
@@ -52,12 +59,16 @@ def _modules(path: Path) -> dict[str, str]:
         listed = json.loads(read_file(path))
         return {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in listed}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path} does not list modules with type and path: {error}.") from error
+        raise CheckpointError(
+            f"{path} does not list modules with type and path: {error}."
+        ) from error
 
 
 def _checked_path(folder: Path, name: str) -> Path:
     if Path(name).name != name:
-        raise CheckpointError(f"{folder / 'modules.json'}: the path {name[:100]!r} is not a folder beside it.")
+        raise CheckpointError(
+            f"{folder / 'modules.json'}: the path {name[:100]!r} is not a folder beside it."
+        )
     return folder / name
 
 
@@ -65,8 +76,14 @@ def _pooling(path: Path, poolings: tuple[str, str]) -> str:
     settings = read_json(path)
     newer = settings.get("pooling_mode")  # newer files name it
     names = [newer] if isinstance(newer, str) else newer if isinstance(newer, list) else None
-    chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
-    found: list[Any] = [_MODES.get(name, name) for name in (chosen if names is None else map(str, names))]
+    chosen = [
+        name
+        for name, value in settings.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    found: list[Any] = [
+        _MODES.get(name, name) for name in (chosen if names is None else map(str, names))
+    ]
     if len(found) != 1 or found[0] not in poolings:
         raise CheckpointError(
             f"{path}: the pooling {', '.join(str(one)[:50] for one in found[:4]) or 'none'} is not supported.",
@@ -81,5 +98,8 @@ def _max_length(folder: Path) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value < 1:
-        raise CheckpointError(f"{path}: max_seq_length is {str(value)[:100]!r}.", fix="It must be a whole number from 1 on.")
+        raise CheckpointError(
+            f"{path}: max_seq_length is {str(value)[:100]!r}.",
+            fix="It must be a whole number from 1 on.",
+        )
     return value

@@ -1,4 +1,5 @@
-"""Some rows or columns of stored tensors. What a format can read by itself it slices; the rest is read whole and cut here."""
+"""Some rows or columns of stored tensors. What a format can read by itself it slices; the rest is
+read whole and cut here."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _PIECE_BYTES = 2**18
 
 
 class Inner:
-    """Neighbouring rows (`dim` 0) or columns (1) of a tensor that is read whole: of blocks that a cut goes through, or of a
-    format that cannot be read in parts."""
+    """Neighbouring rows (`dim` 0) or columns (1) of a tensor that is read whole: of blocks that a
+    cut goes through, or of a format that cannot be read in parts."""
 
     reads_rows = False
 
@@ -35,7 +36,11 @@ class Inner:
         codes = self._tensor.codes()
         if codes is None:
             return None
-        return codes.columns(self._begin, self._end) if self._dim else codes.take(torch.arange(self._begin, self._end))
+        return (
+            codes.columns(self._begin, self._end)
+            if self._dim
+            else codes.take(torch.arange(self._begin, self._end))
+        )
 
     def matrix(self, number: int) -> WeightTensor:
         raise AssertionError("a part of a matrix is no stack of them")
@@ -58,7 +63,11 @@ class NoRows:
     reads_rows = False
 
     def __init__(self, tensor: WeightTensor) -> None:
-        self.name, self.type_name, self.shape = tensor.name, tensor.type_name, (0, *tensor.shape[1:])
+        self.name, self.type_name, self.shape = (
+            tensor.name,
+            tensor.type_name,
+            (0, *tensor.shape[1:]),
+        )
 
     def read_into(self, out: torch.Tensor) -> None:
         return
@@ -95,7 +104,11 @@ class Below:
 
     def codes(self) -> Codes | None:
         codes = [part.codes() for part in self._parts]
-        return None if any(one is None for one in codes) else concat([one for one in codes if one is not None])
+        return (
+            None
+            if any(one is None for one in codes)
+            else concat([one for one in codes if one is not None])
+        )
 
     def matrix(self, number: int) -> WeightTensor:
         raise AssertionError("rows of a matrix are no stack of them")
@@ -108,19 +121,31 @@ class Below:
 
 
 def pieces(tensor: WeightTensor) -> list[WeightTensor]:
-    """The tensor as neighbouring rows of a few bytes each, one after the other; in one piece, if its format is read whole."""
+    """The tensor as neighbouring rows of a few bytes each, one after the other; in one piece, if
+    its format is read whole."""
     if not tensor.reads_rows or not tensor.num_bytes:
         return [tensor]
     num = max(8, _PIECE_BYTES * tensor.shape[0] // tensor.num_bytes // 8 * 8)
-    return [tensor.rows(begin, min(begin + num, tensor.shape[0])) for begin in range(0, tensor.shape[0], num)]
+    return [
+        tensor.rows(begin, min(begin + num, tensor.shape[0]))
+        for begin in range(0, tensor.shape[0], num)
+    ]
 
 
 def take_rows(tensor: WeightTensor, rows: torch.Tensor) -> tuple[WeightTensor, torch.Tensor | None]:
-    """A tensor of just these rows, each read once, and how they must then be ordered; None: as they are."""
+    """A tensor of just these rows, each read once, and how they must then be ordered; None: as they
+    are."""
     wanted, order = torch.unique(rows, return_inverse=True)
-    ends = torch.cat([wanted.diff() != 1, torch.ones(1, dtype=torch.bool)]).nonzero().flatten().tolist()
+    ends = (
+        torch.cat([wanted.diff() != 1, torch.ones(1, dtype=torch.bool)])
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     begins = [0, *(end + 1 for end in ends[:-1])]
     first = wanted.tolist()
-    runs = [tensor.rows(first[begin], first[end] + 1) for begin, end in zip(begins, ends, strict=True)]
+    runs = [
+        tensor.rows(first[begin], first[end] + 1) for begin, end in zip(begins, ends, strict=True)
+    ]
     is_sorted = torch.equal(order, torch.arange(order.numel()))
     return runs[0] if len(runs) == 1 else Below(runs), None if is_sorted else order

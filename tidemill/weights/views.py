@@ -11,18 +11,33 @@ from tidemill.weights.slices import take_rows
 
 
 class View:
-    """The same tensor under another name. If it is stored as plain numbers: `transposed`, or with its `rows` in this order."""
+    """The same tensor under another name. If it is stored as plain numbers: `transposed`, or with
+    its `rows` in this order."""
 
-    def __init__(self, tensor: WeightTensor, name: str, transposed: bool = False, rows: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        tensor: WeightTensor,
+        name: str,
+        transposed: bool = False,
+        rows: torch.Tensor | None = None,
+    ) -> None:
         self._source, self._transposed, self._rows = tensor, transposed, rows
         self._tensor, self._order = (tensor, None) if rows is None else take_rows(tensor, rows)
         self.name, self.type_name, self.num_bytes = name, tensor.type_name, self._tensor.num_bytes
         self.reads_rows = tensor.reads_rows and not transposed and rows is None
-        self.shape = tensor.shape[::-1] if transposed else tensor.shape if rows is None else (rows.numel(), *tensor.shape[1:])
+        self.shape = (
+            tensor.shape[::-1]
+            if transposed
+            else tensor.shape
+            if rows is None
+            else (rows.numel(), *tensor.shape[1:])
+        )
 
     def read_into(self, out: torch.Tensor) -> None:
         is_plain = not self._transposed and self._order is None
-        stored = out if is_plain else torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device)
+        stored = (
+            out if is_plain else torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device)
+        )
         self._tensor.read_into(stored)
         if self._transposed:
             out.copy_(stored.t())
@@ -55,8 +70,8 @@ def joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def cut(tensor: WeightTensor, shapes: list[tuple[int, ...]]) -> list[WeightTensor]:
-    """The tensor's rows, shared out among pieces of these shapes. Where each has the shape of the whole, each takes the rows it
-    wants."""
+    """The tensor's rows, shared out among pieces of these shapes. Where each has the shape of the
+    whole, each takes the rows it wants."""
     if len(shapes) == 1 or all(shape == tuple(tensor.shape) for shape in shapes):
         return [tensor] * len(shapes)
     if tuple(tensor.shape) != joined(shapes):

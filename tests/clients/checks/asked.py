@@ -1,6 +1,7 @@
 """Fixtures that the checks of all libraries share.
 
-The model `tiny` is random, so grammars fix what it writes: a tool that must be called, an answer of a schema.
+The model `tiny` is random, so grammars fix what it writes: a tool that must be called, an answer of
+a schema.
 """
 
 import enum
@@ -49,6 +50,15 @@ class Pilot(Closed):
     def never(cls, value):
         raise ValueError("Ann is ill")
 
-PARAMETERS = {"type": "object", "properties": {"port": {"enum": ["Brest"]}}, "required": ["port"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "high_water", "description": "Says when.", "parameters": PARAMETERS}}
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"port": {"enum": ["Brest"]}},
+    "required": ["port"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "high_water", "description": "Says when.", "parameters": PARAMETERS},
+}
 ANSWER = {"type": "json_schema", "json_schema": {"name": "port", "schema": PARAMETERS}}

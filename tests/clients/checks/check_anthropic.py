@@ -28,10 +28,15 @@ def test_a_message_whole_and_streamed(client):
 
 
 def test_a_forced_call_and_its_result(client):
-    reply = client.messages.create(**ASK | {"max_tokens": 200}, tools=[TOOL], tool_choice=FORCED, extra_body=GREEDY)
+    reply = client.messages.create(
+        **ASK | {"max_tokens": 200}, tools=[TOOL], tool_choice=FORCED, extra_body=GREEDY
+    )
     (call,) = reply.content
     assert (call.name, call.input) == ("high_water", {"port": "Brest"})
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "at noon"}]}
+    result = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "at noon"}],
+    }
     turns = [*MESSAGES, {"role": "assistant", "content": reply.content}, result]
     assert client.messages.create(**ASK | {"messages": turns}, tools=[TOOL]).usage.output_tokens
 
@@ -50,7 +55,13 @@ def test_the_tool_runner(client, stream):
         asked.append(port)
         return "at noon"
 
-    more = {"tools": [high_water], "tool_choice": FORCED, "max_iterations": 2, "extra_body": GREEDY, "stream": stream}
+    more = {
+        "tools": [high_water],
+        "tool_choice": FORCED,
+        "max_iterations": 2,
+        "extra_body": GREEDY,
+        "stream": stream,
+    }
     for reply in client.beta.messages.tool_runner(**ASK | {"max_tokens": 200}, **more):
         message = reply.get_final_message() if stream else reply
         assert message.stop_reason == "tool_use"
@@ -66,13 +77,18 @@ def test_structured_output_and_counts(client):
 
 
 def test_a_batch(client):
-    batch = client.messages.batches.create(requests=[{"custom_id": "one", "params": ASK}, {"custom_id": "two", "params": ASK}])
+    batch = client.messages.batches.create(
+        requests=[{"custom_id": "one", "params": ASK}, {"custom_id": "two", "params": ASK}]
+    )
     while batch.processing_status != "ended":
         time.sleep(0.1)
         batch = client.messages.batches.retrieve(batch.id)
     assert batch.request_counts.succeeded == 2
     results = list(client.messages.batches.results(batch.id))
-    assert [(one.custom_id, one.result.type) for one in results] == [("one", "succeeded"), ("two", "succeeded")]
+    assert [(one.custom_id, one.result.type) for one in results] == [
+        ("one", "succeeded"),
+        ("two", "succeeded"),
+    ]
 
 
 def test_errors(client):

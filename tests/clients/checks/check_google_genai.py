@@ -38,7 +38,9 @@ def test_a_forced_call_and_its_response(client):
         response.candidates[0].content,
         types.Content(role="user", parts=[result]),
     ]
-    again = client.models.generate_content(model="tiny", contents=turns, config=SHORT | {"tools": tools})
+    again = client.models.generate_content(
+        model="tiny", contents=turns, config=SHORT | {"tools": tools}
+    )
     assert again.usage_metadata.prompt_token_count > response.usage_metadata.prompt_token_count
 
 

@@ -31,7 +31,12 @@ def test_langchain_answers_whole_and_streamed(base, responses):
 
 @APIS
 def test_langchain_calls_a_tool_and_sends_the_result_back(base, responses):
-    from langchain_core.messages import HumanMessage, ToolMessage, messages_from_dict, messages_to_dict
+    from langchain_core.messages import (
+        HumanMessage,
+        ToolMessage,
+        messages_from_dict,
+        messages_to_dict,
+    )
     from langchain_core.tools import tool
 
     @tool
@@ -47,7 +52,9 @@ def test_langchain_calls_a_tool_and_sends_the_result_back(base, responses):
     streamed = None
     for chunk in model.bind_tools([high_water], tool_choice="any").stream(QUESTION):
         streamed = chunk if streamed is None else streamed + chunk
-    assert [(call["name"], call["args"]) for call in streamed.tool_calls] == [("high_water", message.tool_calls[0]["args"])]
+    assert [(call["name"], call["args"]) for call in streamed.tool_calls] == [
+        ("high_water", message.tool_calls[0]["args"])
+    ]
     history = messages_from_dict(messages_to_dict([HumanMessage(QUESTION), message, result]))
     answer = model.bind_tools([high_water]).invoke([*history, HumanMessage("Thanks.")])
     assert answer.usage_metadata["input_tokens"] > message.usage_metadata["input_tokens"]
@@ -58,7 +65,9 @@ def test_langchain_calls_a_tool_and_sends_the_result_back(base, responses):
 def test_langchain_structured_output(base, responses, method):
     model = chain(base, use_responses_api=responses, max_tokens=400)
     assert isinstance(model.with_structured_output(Tide, method=method).invoke(QUESTION), Tide)
-    strict = model.with_structured_output(Water, method=method, strict=True, include_raw=True).invoke(QUESTION)
+    strict = model.with_structured_output(
+        Water, method=method, strict=True, include_raw=True
+    ).invoke(QUESTION)
     assert strict["parsing_error"] is None
     assert isinstance(strict["parsed"], Water)
 
@@ -76,12 +85,19 @@ def test_langchain_errors(base):
 
 
 async def test_langchain_async(base):
-    """Both APIs in one test: langchain keeps a client for each address, which belongs to an event loop."""
+    """Both APIs in one test: langchain keeps a client for each address, which belongs to an event
+    loop."""
     for responses in (False, True):
         model = chain(base, use_responses_api=responses)
         whole, other = await model.abatch([QUESTION, "And then?"])
-        assert "".join([chunk.text async for chunk in model.astream(QUESTION)]) == whole.text != other.text
-    embed = langchain_openai.OpenAIEmbeddings(model="tiny", base_url=base, api_key="none", check_embedding_ctx_length=False)
+        assert (
+            "".join([chunk.text async for chunk in model.astream(QUESTION)])
+            == whole.text
+            != other.text
+        )
+    embed = langchain_openai.OpenAIEmbeddings(
+        model="tiny", base_url=base, api_key="none", check_embedding_ctx_length=False
+    )
     vectors = await embed.aembed_documents(["sea", "land"])
     assert [len(vector) for vector in vectors] == [64, 64]
     assert embed.embed_query("sea") == pytest.approx(vectors[0], abs=1e-6)

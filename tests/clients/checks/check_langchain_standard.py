@@ -1,4 +1,5 @@
-"""LangChain's standard tests of its classes for OpenAI's two APIs, Anthropic's and Ollama's, with the default model."""
+"""LangChain's standard tests of its classes for OpenAI's two APIs, Anthropic's and Ollama's, with
+the default model."""
 
 import os
 
@@ -10,8 +11,8 @@ from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-# What a model of 135M parameters decides: whether it calls a tool, how often, with which words, and when a text ends. An error of
-# the server is neither of the two.
+# What a model of 135M parameters decides: whether it calls a tool, how often, with which words, and
+# when a text ends. An error of the server is neither of the two.
 OF_THE_MODEL = (
     "test_agent_loop", "test_tool_calling", "test_tool_calling_async", "test_tool_calling_with_no_arguments", "test_tool_choice",
     "test_bind_runnables_as_tools", "test_unicode_tool_call_integration", "test_structured_output",
@@ -24,7 +25,9 @@ for name in OF_THE_MODEL:
 class Standard(ChatModelIntegrationTests):
     __test__ = False
     url: str
-    supports_anthropic_inputs = supports_image_inputs = supports_pdf_inputs = supports_audio_inputs = False
+    supports_anthropic_inputs = supports_image_inputs = supports_pdf_inputs = (
+        supports_audio_inputs
+    ) = False
 
     @pytest.fixture(autouse=True)
     def _served_at(self, url):
@@ -37,7 +40,13 @@ class TestOpenAI(Standard):
 
     @property
     def chat_model_params(self):
-        return {"model": "smollm2", "base_url": f"{self.url}/v1", "api_key": "none", "max_tokens": 256, "stream_usage": True}
+        return {
+            "model": "smollm2",
+            "base_url": f"{self.url}/v1",
+            "api_key": "none",
+            "max_tokens": 256,
+            "stream_usage": True,
+        }
 
 
 class TestOpenAIResponses(TestOpenAI):

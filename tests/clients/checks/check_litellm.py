@@ -43,14 +43,23 @@ def test_litellm_answers_whole_and_streamed(lite, provider):
 @pytest.mark.parametrize("provider", PROVIDERS[:-1])  # Ollama's API has no tool_choice
 def test_litellm_calls_a_tool_and_sends_the_result_back(lite, provider):
     tools = [deepcopy(TOOL)]  # litellm changes them
-    asked = {"messages": MESSAGES, "tools": tools, "tool_choice": {"type": "function", "function": {"name": "high_water"}}}
+    asked = {
+        "messages": MESSAGES,
+        "tools": tools,
+        "tool_choice": {"type": "function", "function": {"name": "high_water"}},
+    }
     message = litellm.completion(**lite[provider], **asked, **ROOM).choices[0].message
     call = message.tool_calls[0]
-    assert (call.function.name, call.function.arguments.replace(" ", "")) == ("high_water", '{"port":"Brest"}')
+    assert (call.function.name, call.function.arguments.replace(" ", "")) == (
+        "high_water",
+        '{"port":"Brest"}',
+    )
     result = {"role": "tool", "tool_call_id": call.id, "content": "at noon"}
     for dumped in (message, message.model_dump(), message.model_dump(exclude_none=True)):
         history = [*MESSAGES, dumped, result]
-        answer = litellm.completion(**lite[provider], messages=history, response_format=ANSWER, **ROOM)
+        answer = litellm.completion(
+            **lite[provider], messages=history, response_format=ANSWER, **ROOM
+        )
         assert json.loads(answer.choices[0].message.content) == {"port": "Brest"}
 
 
@@ -61,7 +70,9 @@ def test_litellm_structured_output(lite, provider):
 
 
 async def test_litellm_async(lite):
-    answers = await asyncio.gather(*(litellm.acompletion(**lite["openai"], messages=MESSAGES, **LIMITS) for _ in range(3)))
+    answers = await asyncio.gather(
+        *(litellm.acompletion(**lite["openai"], messages=MESSAGES, **LIMITS) for _ in range(3))
+    )
     assert len({answer.choices[0].message.content for answer in answers}) == 1
     streamed = await litellm.acompletion(**lite["openai"], messages=MESSAGES, **LIMITS, stream=True)
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in streamed])
@@ -71,7 +82,9 @@ async def test_litellm_async(lite):
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_litellm_errors(lite, provider):
     with pytest.raises(litellm.NotFoundError, match="tiny"):
-        litellm.completion(**lite[provider] | {"model": f"{provider}/huge"}, messages=MESSAGES, num_retries=0)
+        litellm.completion(
+            **lite[provider] | {"model": f"{provider}/huge"}, messages=MESSAGES, num_retries=0
+        )
     if provider == "ollama_chat":
         return  # a temperature below zero is greedy there
     with pytest.raises(litellm.BadRequestError, match="temperature"):
@@ -88,7 +101,9 @@ def test_litellm_other_routes(lite):
     assert text.usage.completion_tokens > 0
     response = litellm.responses(**lite["openai"], input=QUESTION, max_output_tokens=16)
     assert response.usage.output_tokens <= 16
-    again = litellm.responses(**lite["openai"], input="And then?", previous_response_id=response.id, max_output_tokens=16)
+    again = litellm.responses(
+        **lite["openai"], input="And then?", previous_response_id=response.id, max_output_tokens=16
+    )
     assert again.usage.input_tokens > response.usage.input_tokens
 
 
@@ -96,12 +111,24 @@ def test_litellm_reasoning(url):
     place = {"model": "openai/scripted", "api_base": f"{url}/v1", "api_key": "none"}
     message = litellm.completion(**place, messages=MESSAGES, temperature=0).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", "ok")
-    again = litellm.completion(**place, messages=[*MESSAGES, message.model_dump(), *MESSAGES], temperature=0)
+    again = litellm.completion(
+        **place, messages=[*MESSAGES, message.model_dump(), *MESSAGES], temperature=0
+    )
     assert again.choices[0].message.content == "ok"
-    deltas = [chunk.choices[0].delta for chunk in litellm.completion(**place, messages=MESSAGES, temperature=0, stream=True)]
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in litellm.completion(**place, messages=MESSAGES, temperature=0, stream=True)
+    ]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
 
 
 def test_litellm_timeout(lite):
     with pytest.raises(litellm.Timeout):
-        litellm.completion(**lite["openai"], messages=MESSAGES, max_tokens=3000, timeout=0.01, num_retries=0, max_retries=0)
+        litellm.completion(
+            **lite["openai"],
+            messages=MESSAGES,
+            max_tokens=3000,
+            timeout=0.01,
+            num_retries=0,
+            max_retries=0,
+        )

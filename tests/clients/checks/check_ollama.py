@@ -23,11 +23,18 @@ def test_chat_and_generate_whole_and_streamed(client):
 
 
 def test_tools_and_formats(client):
-    call = {"type": "object", "properties": {"name": {"const": "high_water"}, "arguments": PARAMETERS}}
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": "high_water"}, "arguments": PARAMETERS},
+    }
     call |= {"required": ["name", "arguments"], "additionalProperties": False}
     reply = client.chat("tiny", MESSAGES, tools=[TOOL], format=call)  # there is no tool_choice
     assert reply.message.tool_calls[0].function.arguments == {"port": "Brest"}
-    turns = [*MESSAGES, reply.message, {"role": "tool", "tool_name": "high_water", "content": "at noon"}]
+    turns = [
+        *MESSAGES,
+        reply.message,
+        {"role": "tool", "tool_name": "high_water", "content": "at noon"},
+    ]
     answer = client.chat("tiny", turns, tools=[TOOL], format=PARAMETERS)
     assert json.loads(answer.message.content) == {"port": "Brest"}
 
@@ -39,7 +46,11 @@ def test_thinking(client):
 
 def test_embeddings_and_models(client):
     assert [len(one) for one in client.embed("tiny", ["sea", "land"]).embeddings] == [64, 64]
-    assert {one.model for one in client.list().models} == {"tiny:latest", "scripted:latest", "smollm2:latest"}
+    assert {one.model for one in client.list().models} == {
+        "tiny:latest",
+        "scripted:latest",
+        "smollm2:latest",
+    }
     assert "tools" in client.show("smollm2").capabilities
     with pytest.raises(ollama.ResponseError, match="tiny") as caught:
         client.chat("huge", MESSAGES)

@@ -1,4 +1,5 @@
-"""openai-agents: a tool that must be called, its result sent back, and an answer of a type, by both of its models."""
+"""openai-agents: a tool that must be called, its result sent back, and an answer of a type, by both
+of its models."""
 
 from typing import Literal
 
@@ -27,7 +28,9 @@ async def test_a_run_whole_streamed_and_continued(base, api):
         return "at noon"
 
     client = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0)
-    settings = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=400, temperature=0.0)
+    settings = agents.ModelSettings(
+        tool_choice="required", parallel_tool_calls=False, max_tokens=400, temperature=0.0
+    )
     agent = agents.Agent(
         name="Pilot",
         instructions="Be brief.",
@@ -38,7 +41,11 @@ async def test_a_run_whole_streamed_and_continued(base, api):
     )
     result = await agents.Runner.run(agent, QUESTION, max_turns=3)
     assert len(asked) == 1
-    assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    assert [item.type for item in result.new_items] == [
+        "tool_call_item",
+        "tool_call_output_item",
+        "message_output_item",
+    ]
     assert result.final_output == HighWater(time="noon")
     assert result.context_wrapper.usage.requests == 2
     streamed = agents.Runner.run_streamed(agent, "And tomorrow?", max_turns=3)
@@ -47,6 +54,8 @@ async def test_a_run_whole_streamed_and_continued(base, api):
     assert streamed.final_output == HighWater(time="noon")
     assert len(asked) == 2
     again = [*result.to_input_list(), {"role": "user", "content": "And then?"}]
-    answer = await agents.Runner.run(agent.clone(tools=[], model_settings=agents.ModelSettings(max_tokens=400)), again)
+    answer = await agents.Runner.run(
+        agent.clone(tools=[], model_settings=agents.ModelSettings(max_tokens=400)), again
+    )
     assert answer.final_output == HighWater(time="noon")
     await client.close()

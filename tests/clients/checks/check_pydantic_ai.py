@@ -6,7 +6,8 @@ import pydantic_ai
 import pytest
 from asked import LIMITS, PARAMETERS, QUESTION, ROOM, Tide, Water
 
-GREEDY = LIMITS | {"extra_body": {"temperature": 0}}  # for Anthropic's newest clients it leaves the parameter out
+# for Anthropic's newest clients it leaves the parameter out
+GREEDY = LIMITS | {"extra_body": {"temperature": 0}}
 
 
 def model_of(api, url, name="tiny"):
@@ -20,7 +21,9 @@ def model_of(api, url, name="tiny"):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[api](name, provider=OpenAIProvider(openai_client=client))
+    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[api](
+        name, provider=OpenAIProvider(openai_client=client)
+    )
 
 
 MODELS = pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
@@ -42,7 +45,12 @@ async def test_pydantic_ai_answers_whole_and_streamed(url, api):
 async def test_pydantic_ai_output_types(url, api, kind):
     if (api, kind) == ("anthropic", "NativeOutput"):
         pytest.skip("pydantic-ai asks only models of known names for it")
-    agent = pydantic_ai.Agent(model_of(api, url), output_type=getattr(pydantic_ai, kind)(Tide), model_settings=ROOM, retries=0)
+    agent = pydantic_ai.Agent(
+        model_of(api, url),
+        output_type=getattr(pydantic_ai, kind)(Tide),
+        model_settings=ROOM,
+        retries=0,
+    )
     assert isinstance((await agent.run(QUESTION)).output, Tide)
 
 
@@ -56,15 +64,24 @@ async def test_pydantic_ai_calls_a_tool_and_sends_the_result_back(url, api):
     model, asked = model_of(api, url), ModelRequest.user_text_prompt(QUESTION)
     tools = [ToolDefinition(name="high_water", parameters_json_schema=PARAMETERS)]
     forced = ModelRequestParameters(function_tools=tools, allow_text_output=False)
-    response = await model_request(model, [asked], model_request_parameters=forced, model_settings=ROOM)
+    response = await model_request(
+        model, [asked], model_request_parameters=forced, model_settings=ROOM
+    )
     call = response.tool_calls[0]
     assert (call.tool_name, call.args_as_dict()) == ("high_water", {"port": "Brest"})
     result = ModelRequest(parts=[ToolReturnPart(call.tool_name, "at noon", call.tool_call_id)])
     dumped = ModelMessagesTypeAdapter.dump_json([asked, response, result])
-    agent = pydantic_ai.Agent(model, output_type=pydantic_ai.ToolOutput(Water), model_settings=ROOM, retries=0)
-    answer = await agent.run("Say it.", message_history=ModelMessagesTypeAdapter.validate_json(dumped))
+    agent = pydantic_ai.Agent(
+        model, output_type=pydantic_ai.ToolOutput(Water), model_settings=ROOM, retries=0
+    )
+    answer = await agent.run(
+        "Say it.", message_history=ModelMessagesTypeAdapter.validate_json(dumped)
+    )
     assert isinstance(answer.output, Water)
-    again = await agent.run("And then?", message_history=ModelMessagesTypeAdapter.validate_json(answer.all_messages_json()))
+    again = await agent.run(
+        "And then?",
+        message_history=ModelMessagesTypeAdapter.validate_json(answer.all_messages_json()),
+    )
     assert again.usage.input_tokens > answer.usage.input_tokens
 
 

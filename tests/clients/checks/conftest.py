@@ -1,4 +1,5 @@
-"""The server whose clients are checked: it serves `tiny`, `scripted` (it thinks, then says ok) and `smollm2`."""
+"""The server whose clients are checked: it serves `tiny`, `scripted` (it thinks, then says ok) and
+`smollm2`."""
 
 import os
 

@@ -28,7 +28,8 @@ def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(script_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The scripted model and its adapter. It does not speculate, so that an endless answer takes its time."""
+    """The scripted model and its adapter. It does not speculate, so that an endless answer takes
+    its time."""
     adapter = tmp_path_factory.mktemp("script") / "adapter"
     make_adapter(adapter, script_folder)
     running = Server(script_folder, "--lora", f"other={adapter}", "--speculate", "off").wait()

@@ -1,4 +1,5 @@
-"""The APIs that make vectors and scores: how each writes a neutral request and is read, and what every one promises."""
+"""The APIs that make vectors and scores: how each writes a neutral request and is read, and what
+every one promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The scripted model of the matrix: the last word of a prompt chooses what it writes, and each token has one successor."""
+"""The scripted model of the matrix: the last word of a prompt chooses what it writes, and each
+token has one successor."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ DICE = [
     " three",
     " four",
 ]  # after «dice» and after each other, with the same probability
-# Where a grammar forbids what a script says, and does not say itself how to go on: a call of wind, in
-# a list or not.
+# Where a grammar forbids what a script says, and does not say itself how to go on: a call of wind,
+# in a list or not.
 _FORCED = [("«text»", "{"), ("«text»", "["), ('"', "w"), ("}", "]")]
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
@@ -95,7 +96,8 @@ def _write_tokenizer(path: Path) -> None:
 
 
 def _write_weights(path: Path, tokenizer: Tokenizer) -> None:
-    """Token i is the i-th unit vector, the layer adds nothing, and the head looks the successors up."""
+    """Token i is the i-th unit vector, the layer adds nothing, and the head looks the successors
+    up."""
     layer, square = "model.layers.0", (_SIZE, _SIZE)
     shapes = {f"{layer}.self_attn.{name}_proj.weight": square for name in "qkvo"}
     shapes |= {f"{layer}.mlp.{name}_proj.weight": (_INNER, _SIZE) for name in ("gate", "up")}
@@ -143,7 +145,8 @@ def make_classifier(path: Path) -> None:
 
 
 def make_adapter(path: Path, model: Path) -> None:
-    """An adapter with which «text» is «other»: the layer sees that one token and adds the other, a thousand times as large."""
+    """An adapter with which «text» is «other»: the layer sees that one token and adds the other, a
+    thousand times as large."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     sees, adds, unit = torch.zeros(1, _SIZE), torch.zeros(_SIZE, 1), torch.zeros(_INNER, 1)
     sees[0, _id_of(tokenizer, said("text"))] = 1.0

@@ -1,4 +1,5 @@
-"""Tidemill on a Ray cluster: replicas and batch workers as actors, and a Ray Serve application (`tidemill.cluster.ray:app`)."""
+"""Tidemill on a Ray cluster: replicas and batch workers as actors, and a Ray Serve application
+(`tidemill.cluster.ray:app`)."""
 
 from __future__ import annotations
 

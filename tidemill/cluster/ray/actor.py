@@ -50,7 +50,8 @@ def _own_ip() -> str:
 
 
 def _here(export: str | None) -> str | None:
-    """The address where pages are exported: this node's, also if the engine was on another node before."""
+    """The address where pages are exported: this node's, also if the engine was on another node
+    before."""
     if export is None:
         return None
     kind, _, rest = export.split(":", 2)
@@ -75,7 +76,8 @@ def _refused(error: TidemillError) -> Refused:
 
 
 class EngineActor:
-    """An engine process, which ends when the actor does. Messages are those between a client and an engine, encoded."""
+    """An engine process, which ends when the actor does. Messages are those between a client and an
+    engine, encoded."""
 
     def __init__(self) -> None:
         self._link = EngineLink()
@@ -91,9 +93,12 @@ class EngineActor:
         """An address of this node, and a port that is free, as are those after it."""
         return _own_ip(), free_ports(num)
 
-    async def run(self, start: bytes, within_s: float, kv_key: bytes = b"") -> AsyncGenerator[list[bytes], None]:
-        """Start the engine, then what it sends, until it has ended; with nothing to send, an empty list now and then. The last
-        message of an engine that failed is a refusal. `kv_key`: of engines that exchange pages with it."""
+    async def run(
+        self, start: bytes, within_s: float, kv_key: bytes = b""
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Start the engine, then what it sends, until it has ended; with nothing to send, an empty
+        list now and then. The last message of an engine that failed is a refusal. `kv_key`: of
+        engines that exchange pages with it."""
         running = asyncio.create_task(self._run(start, within_s, kv_key))
         running.add_done_callback(lambda _: self._changed.set())
         try:
@@ -114,13 +119,17 @@ class EngineActor:
             if kv_key:
                 kept.write(kv_key)
                 kept.flush()
-                options = replace(options, kv_key_file=kept.name, kv_export=_here(options.kv_export))
+                options = replace(
+                    options, kv_key_file=kept.name, kv_export=_here(options.kv_export)
+                )
             await self._run_engine(options, within_s)
 
     async def _run_engine(self, options: EngineOptions, within_s: float) -> None:
         try:
             await asyncio.to_thread(locate, options.model, fetch=True)
-            ready = await self._link.start(options, lambda message: self._put(encode(message)), within_s)
+            ready = await self._link.start(
+                options, lambda message: self._put(encode(message)), within_s
+            )
             self._put(encode(ready))
             self._forward()
             await self._link.read_encoded(self._put)
@@ -128,7 +137,11 @@ class EngineActor:
         except TidemillError as error:
             self._put(encode(_refused(error)))
         except OSError as error:
-            self._put(encode(Refused(None, "EngineDead", f"The engine process cannot be started: {error}.")))
+            self._put(
+                encode(
+                    Refused(None, "EngineDead", f"The engine process cannot be started: {error}.")
+                )
+            )
 
     def _put(self, message: bytes) -> None:
         self._unread.append(message)
@@ -159,7 +172,9 @@ class BatchActor:
     async def info(self) -> ActorInfo:
         return ActorInfo.here()
 
-    async def start(self, options: bytes, num_at_once: int | None, stall_s: float, start_s: float) -> int | bytes:
+    async def start(
+        self, options: bytes, num_at_once: int | None, stall_s: float, start_s: float
+    ) -> int | bytes:
         """Starts the engine; returns how many lines it executes at once; or a refusal, encoded."""
         engine = msgspec.msgpack.decode(options, type=EngineOptions)
         try:

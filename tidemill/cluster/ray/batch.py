@@ -1,7 +1,7 @@
 """Lines of a batch, executed by actors of a Ray cluster: a backend of `tidemill.batch.run`.
 
-Lines are sent to actors a few at a time. Those of an actor that is lost are sent to another; nothing of them has been written,
-since only the process that reads the input writes the output.
+Lines are sent to actors a few at a time. Those of an actor that is lost are sent to another;
+nothing of them has been written, since only the process that reads the input writes the output.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class RayWorkers:
             actors = await self.cluster.place(BatchActor, self.options.needs, num)
         except NoRoom as error:
             fix = "Ask for fewer --replicas or --threads, or add nodes."
-            raise ConfigError(f"The cluster has no room for the workers: {error}.", fix=fix, param="replicas") from error
+            raise ConfigError(
+                f"The cluster has no room for the workers: {error}.", fix=fix, param="replicas"
+            ) from error
         self.actors = dict(enumerate(actors))
         try:
             sizes = await asyncio.gather(*map(self._load, actors))
@@ -75,14 +77,20 @@ class RayWorkers:
             self.cluster.kill(*actors)
             raise
         self.num_at_once = sum(sizes)
-        self._workers = [asyncio.create_task(self._work(index, size)) for index, size in enumerate(sizes)]
+        self._workers = [
+            asyncio.create_task(self._work(index, size)) for index, size in enumerate(sizes)
+        ]
 
     async def _load(self, actor: Any) -> int:
         options, engine = self.options, msgspec.msgpack.encode(self.options.engine)
         try:
-            reply = await actor.start.remote(engine, options.num_at_once, options.stall_s, options.start_s)
+            reply = await actor.start.remote(
+                engine, options.num_at_once, options.stall_s, options.start_s
+            )
         except self.cluster.errors as error:
-            raise EngineDead(f"A worker ended while it started ({type(error).__name__}).") from error
+            raise EngineDead(
+                f"A worker ended while it started ({type(error).__name__})."
+            ) from error
         if isinstance(reply, int):
             return reply
         refused = decode_from_engine(reply)
@@ -114,13 +122,18 @@ class RayWorkers:
         """One worker; when its actor is lost, another takes its place."""
         try:
             while True:
-                calls = [asyncio.create_task(self._feed(self.actors[index])) for _ in range(-(-size // _PER_CALL))]
+                calls = [
+                    asyncio.create_task(self._feed(self.actors[index]))
+                    for _ in range(-(-size // _PER_CALL))
+                ]
                 await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
                 for call in calls:
                     call.cancel()
                 await asyncio.wait(calls)
                 for call in calls:
-                    if not call.cancelled() and not isinstance(call.exception(), self.cluster.errors):
+                    if not call.cancelled() and not isinstance(
+                        call.exception(), self.cluster.errors
+                    ):
                         call.result()
                 self.num_lost += 1
                 _log.warning("a worker is lost; another takes its place")
@@ -150,7 +163,9 @@ class RayWorkers:
                 _log.error("a worker could not be started: %s", error)
                 num_failed += 1
                 if num_failed >= _MAX_FAILED_STARTS and not self.actors:
-                    raise EngineDead(f"No worker can be started any more: {error}", fix=_KEPT) from error
+                    raise EngineDead(
+                        f"No worker can be started any more: {error}", fix=_KEPT
+                    ) from error
             await asyncio.sleep(_AGAIN_S)
 
     async def _feed(self, actor: Any) -> None:
@@ -160,7 +175,9 @@ class RayWorkers:
             if not tasks:
                 continue
             try:
-                reply = await actor.execute.remote(msgspec.msgpack.encode([task.request for task in tasks]))
+                reply = await actor.execute.remote(
+                    msgspec.msgpack.encode([task.request for task in tasks])
+                )
                 answers = msgspec.msgpack.decode(reply, type=list[tuple[int, bytes]])
             except BaseException:  # also if another call of the same actor has failed
                 for task in tasks:
@@ -168,7 +185,9 @@ class RayWorkers:
                     if task.num_deaths >= _MAX_DEATHS and not task.answer.done():
                         what = f"{_MAX_DEATHS} workers were lost while they had the line {task.request.custom_id[:100]!r}."
                         task.answer.set_exception(EngineDead(what, fix=_KEPT))
-                await asyncio.shield(self._put([task for task in tasks if not task.answer.done()], first=True))
+                await asyncio.shield(
+                    self._put([task for task in tasks if not task.answer.done()], first=True)
+                )
                 raise
             for task, answer in zip(tasks, answers, strict=True):
                 if not task.answer.done():

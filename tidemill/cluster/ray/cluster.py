@@ -35,7 +35,9 @@ class Needs:
         if self.num_gpus:
             return options
         ranks = options.tensor_parallel * options.pipeline_parallel
-        return replace(options, device="cpu", threads=options.threads or max(1, self.num_cpus // ranks))
+        return replace(
+            options, device="cpu", threads=options.threads or max(1, self.num_cpus // ranks)
+        )
 
     def __str__(self) -> str:
         return f"{self.num_cpus} CPUs" + (f" and {self.num_gpus} GPUs" if self.num_gpus else "")
@@ -46,12 +48,15 @@ def import_ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError("Ray is not installed.", fix=f"Install it: {INSTALL}", param="ray") from error
+        raise ConfigError(
+            "Ray is not installed.", fix=f"Install it: {INSTALL}", param="ray"
+        ) from error
     return ray
 
 
 class Cluster:
-    """Connects to an existing cluster, or starts one on this machine. `wait_s`: for a node with room for an actor."""
+    """Connects to an existing cluster, or starts one on this machine. `wait_s`: for a node with
+    room for an actor."""
 
     def __init__(self, address: str | None = None, wait_s: float = 15.0) -> None:
         ray = self._ray = import_ray()
@@ -59,7 +64,9 @@ class Cluster:
         address = address or os.environ.get("RAY_ADDRESS")
         if address and address.startswith("ray://"):
             fix = "Run this on a node of the cluster, with --ray-address auto."
-            raise ConfigError(f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address")
+            raise ConfigError(
+                f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address"
+            )
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _check_somebody_listens(address)
@@ -69,8 +76,16 @@ class Cluster:
                 ray.init(address=address or "local", logging_level=logging.ERROR, **options)
             except Exception as error:  # of many types, also plain Exception
                 where = f"at {address}" if address else "on this machine"
-                fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`." if address else "See the messages above."
-                raise ConfigError(f"No Ray cluster can be used {where}: {_first(error)}", fix=fix, param="ray_address") from error
+                fix = (
+                    "Check --ray-address (or RAY_ADDRESS), and `ray status`."
+                    if address
+                    else "See the messages above."
+                )
+                raise ConfigError(
+                    f"No Ray cluster can be used {where}: {_first(error)}",
+                    fix=fix,
+                    param="ray_address",
+                ) from error
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
@@ -90,7 +105,8 @@ class Cluster:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def needs_of(self, options: EngineOptions, num_replicas: int) -> Needs:
-        """On GPUs each rank has one. On CPUs a replica has as many as it has threads: by default its share of the cluster."""
+        """On GPUs each rank has one. On CPUs a replica has as many as it has threads: by default
+        its share of the cluster."""
         nodes, ranks = self.nodes(), options.tensor_parallel * options.pipeline_parallel
         has_gpus = any(node.get("GPU", 0) for node in nodes)
         if options.device == "cuda" or (options.device == "auto" and has_gpus):
@@ -102,7 +118,8 @@ class Cluster:
         return Needs(max(min(share, cpus[0] if cpus else 1), ranks, 1))
 
     async def reserve(self, needs: Needs, num: int) -> Any:
-        """A placement group: room for so many actors, spread over the nodes; all of it, or none and NoRoom."""
+        """A placement group: room for so many actors, spread over the nodes; all of it, or none and
+        NoRoom."""
         bundle = {"CPU": needs.num_cpus} | ({"GPU": needs.num_gpus} if needs.num_gpus else {})
         group = self._ray.util.placement_group([bundle] * num, strategy="SPREAD")
         try:
@@ -111,7 +128,9 @@ class Cluster:
             self.release(group)
             if not isinstance(error, TimeoutError):
                 raise
-            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+            raise NoRoom(
+                f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}"
+            ) from None
         return group
 
     def release(self, *groups: Any) -> None:
@@ -120,7 +139,8 @@ class Cluster:
             self._ray.util.remove_placement_group(group)
 
     async def place(self, kind: type, needs: Needs, num: int = 1, group: Any = None) -> list[Any]:
-        """Places so many actors, spread over the nodes: all of them, or none and NoRoom. `group`: in the room that it has."""
+        """Places so many actors, spread over the nodes: all of them, or none and NoRoom. `group`:
+        in the room that it has."""
         remote = self._ray.remote(kind).options(
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
@@ -134,14 +154,19 @@ class Cluster:
         answers = [asyncio.create_task(_awaited(actor.info.remote())) for actor in actors]
         try:
             found = await _all_of(answers, self.wait_s)
-            if found is None and group is None and free - self._num_free(needs) < num:  # a group's place is reserved
-                raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
+            # a group's place is reserved
+            if found is None and group is None and free - self._num_free(needs) < num:
+                raise NoRoom(
+                    f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}"
+                )
             found = found or await _all_of(answers, START_S)
             if found is None:
                 raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s")
         except self.errors as error:
             self.kill(*actors)
-            raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
+            raise NoRoom(
+                f"a node was lost while {num} x {needs} were placed ({type(error).__name__})"
+            ) from error
         except BaseException:
             self.kill(*actors)
             raise
@@ -152,7 +177,9 @@ class Cluster:
         for info in found:
             if info.version != __version__:
                 self.kill(*actors)
-                what = f"The node {info.host} has tidemill {info.version}, this machine {__version__}."
+                what = (
+                    f"The node {info.host} has tidemill {info.version}, this machine {__version__}."
+                )
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
 
@@ -168,7 +195,11 @@ class Cluster:
     def described(self) -> str:
         """The resources of the cluster, and the free ones."""
         free, total = self._ray.available_resources(), self._ray.cluster_resources()
-        parts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in ("CPU", "GPU") if total.get(name)]
+        parts = [
+            f"{free.get(name, 0):g} of {total[name]:g} {name}s"
+            for name in ("CPU", "GPU")
+            if total.get(name)
+        ]
         return f"the cluster has {len(self.nodes())} nodes, and {' and '.join(parts) or 'nothing'} free"
 
     def kill(self, *actors: Any) -> None:
@@ -193,12 +224,16 @@ def _check_somebody_listens(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`."
-        raise ConfigError(f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address") from error
+        raise ConfigError(
+            f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address"
+        ) from error
 
 
 async def _all_of(answers: list[asyncio.Task[Any]], within_s: float) -> list[Any] | None:
     """None: some do not come within that time. Raises what one of them fails with."""
-    done, missing = await asyncio.wait(answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+    done, missing = await asyncio.wait(
+        answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION
+    )
     found = [task.result() for task in done]
     return None if missing else found
 

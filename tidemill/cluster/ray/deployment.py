@@ -1,9 +1,11 @@
-"""A Ray Serve application: each replica is a server with an engine of its own, behind Serve's proxy.
+"""A Ray Serve application: each replica is a server with an engine of its own, behind Serve's
+proxy.
 
     serve run tidemill.cluster.ray:app model=smollm2 num_replicas=2
 
-What a server stores (files, batches, stored responses) is of one process, and Serve sends each request to any replica; files and
-batches are therefore refused. `tidemill serve --ray` has one server in front of all replicas, and has them.
+What a server stores (files, batches, stored responses) is of one process, and Serve sends each
+request to any replica; files and batches are therefore refused. `tidemill serve --ray` has one
+server in front of all replicas, and has them.
 """
 
 from __future__ import annotations
@@ -83,8 +85,9 @@ class Tidemill:
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application. Arguments: options of the engine by their names (`model`, `max_context`, `kv_memory_bytes` …), and
-    num_replicas, num_cpus, num_gpus, max_ongoing_requests, api_keys and allowed_hosts (several with commas between)."""
+    """The application. Arguments: options of the engine by their names (`model`, `max_context`,
+    `kv_memory_bytes` …), and num_replicas, num_cpus, num_gpus, max_ongoing_requests, api_keys and
+    allowed_hosts (several with commas between)."""
     known = {field.name for field in fields(EngineOptions)}
     own: dict[str, Any] = {}
     engine: dict[str, Any] = {}
@@ -96,13 +99,22 @@ def app(args: dict[str, Any]) -> serve.Application:
             engine[key] = value
         else:
             raise ConfigError(
-                f"There is no argument {name!r}.", fix=f"Possible: {', '.join(sorted({*_OWN, *known}))}.", param=name
+                f"There is no argument {name!r}.",
+                fix=f"Possible: {', '.join(sorted({*_OWN, *known}))}.",
+                param=name,
             )
     try:
-        options = msgspec.convert(engine, EngineOptions, strict=False)  # the command line of Serve gives text
+        # the command line of Serve gives text
+        options = msgspec.convert(engine, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"An argument cannot be used: {error}.", fix="Give it as the option of that name takes it.") from None
-    actor = {"num_cpus": own.get("num_cpus", options.threads or 1), "num_gpus": own.get("num_gpus", 0)}
+        raise ConfigError(
+            f"An argument cannot be used: {error}.",
+            fix="Give it as the option of that name takes it.",
+        ) from None
+    actor = {
+        "num_cpus": own.get("num_cpus", options.threads or 1),
+        "num_gpus": own.get("num_gpus", 0),
+    }
     deployed_class: Any = Tidemill
     deployment = deployed_class.options(
         num_replicas=own.get("num_replicas", 1),
@@ -121,4 +133,6 @@ def _read(name: str, kind: type, value: Any) -> Any:
     try:
         return kind(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {value!r}.", fix=f"It must be of type {kind.__name__}.", param=name) from None
+        raise ConfigError(
+            f"{name} is {value!r}.", fix=f"It must be of type {kind.__name__}.", param=name
+        ) from None

@@ -1,5 +1,5 @@
-"""The entry point that Ray Serve calls in a replica. It is a module of its own, since Serve copies a deployment's class with the
-globals it uses."""
+"""The entry point that Ray Serve calls in a replica. It is a module of its own, since Serve copies
+a deployment's class with the globals it uses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ class Entry:
                 await send({"type": f"lifespan.{event}.complete"})
             return
         if scope["type"] == "http" and scope["path"].startswith(_NOT_HERE):
-            error = {"message": "Files and batches are not stored by a Ray Serve application.", "type": "not_supported"}
-            await JSONResponse({"error": error | {"param": None, "code": None}}, 501)(scope, receive, send)
+            error = {
+                "message": "Files and batches are not stored by a Ray Serve application.",
+                "type": "not_supported",
+            }
+            await JSONResponse({"error": error | {"param": None, "code": None}}, 501)(
+                scope, receive, send
+            )
             return
         assert Entry.app is not None
         await Entry.app(scope, receive, send)

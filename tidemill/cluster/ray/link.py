@@ -1,4 +1,5 @@
-"""RayLink: an engine that runs in an actor of a Ray cluster, as EngineClient sees it. Loads no torch."""
+"""RayLink: an engine that runs in an actor of a Ray cluster, as EngineClient sees it. Loads no
+torch."""
 
 from __future__ import annotations
 
@@ -14,17 +15,33 @@ from tidemill.cluster.ray.cluster import Cluster, Needs
 from tidemill.config import EngineOptions
 from tidemill.engine.link import START_S, OnLoading, error_from
 from tidemill.errors import EngineDead
-from tidemill.types.wire import FromEngine, Loading, Ready, Refused, Shutdown, ToEngine, decode_from_engine, encode
+from tidemill.types.wire import (
+    FromEngine,
+    Loading,
+    Ready,
+    Refused,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 
 _SILENT_S = 30 * HEARTBEAT_S  # after which an actor is given up
 _STOP_S = 5.0
 
 
 class RayLink:
-    """`actor`: one that is placed already, or None: the link places one, in the room of the placement group if there is one.
-    `kv_key`: of engines that exchange pages with it."""
+    """`actor`: one that is placed already, or None: the link places one, in the room of the
+    placement group if there is one. `kv_key`: of engines that exchange pages with it."""
 
-    def __init__(self, cluster: Cluster, needs: Needs, actor: Any = None, group: Any = None, kv_key: bytes = b"") -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        needs: Needs,
+        actor: Any = None,
+        group: Any = None,
+        kv_key: bytes = b"",
+    ) -> None:
         self._cluster, self._needs, self._actor = cluster, needs, actor
         self._group, self._kv_key = group, kv_key
         self._frames: Any = None
@@ -36,7 +53,9 @@ class RayLink:
         self.last_error = ""
         self.is_blameless = False
 
-    async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
+    async def start(
+        self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S
+    ) -> Ready:
         if self._actor is None:
             (self._actor,) = await self._cluster.place(EngineActor, self._needs, group=self._group)
         run = self._actor.run.options(num_returns="streaming")
@@ -46,7 +65,9 @@ class RayLink:
             try:
                 messages = await self._next(_SILENT_S)
             except EngineDead as error:
-                raise EngineDead(f"The engine could not be started on its node: {error.message}") from error
+                raise EngineDead(
+                    f"The engine could not be started on its node: {error.message}"
+                ) from error
             if messages is None:
                 raise EngineDead("The engine ended while starting.")
             for index, message in enumerate(messages):
@@ -64,7 +85,8 @@ class RayLink:
                 raise EngineDead(f"The engine made no progress in {within_s:g} s while starting.")
 
     async def _next(self, within_s: float) -> list[FromEngine] | None:
-        """Messages that have arrived; None: there will be no more. EngineDead: the actor or its node is gone."""
+        """Messages that have arrived; None: there will be no more. EngineDead: the actor or its
+        node is gone."""
         try:
             ref = await asyncio.wait_for(self._frames.__anext__(), within_s)
             return [decode_from_engine(frame) for frame in await ref]

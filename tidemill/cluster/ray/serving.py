@@ -1,7 +1,9 @@
-"""RayReplicas: engines in actors of a Ray cluster that serve one model, behind the interface of EngineClient. Loads no torch.
+"""RayReplicas: engines in actors of a Ray cluster that serve one model, behind the interface of
+EngineClient. Loads no torch.
 
-As of `engine.replicas`, and more: actors are placed before anything is loaded, all or none; and with an autoscaler replicas are
-started and stopped by how long requests wait. One that is to stop gets no new requests, and ends when it has none.
+As of `engine.replicas`, and more: actors are placed before anything is loaded, all or none; and
+with an autoscaler replicas are started and stopped by how long requests wait. One that is to stop
+gets no new requests, and ends when it has none.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ class RayOptions:
 
     @property
     def num_at_start(self) -> int:
-        return self.num_replicas if self.policy is None else min(max(self.num_replicas, self.policy.low), self.policy.high)
+        return (
+            self.num_replicas
+            if self.policy is None
+            else min(max(self.num_replicas, self.policy.low), self.policy.high)
+        )
 
     @property
     def num_at_most(self) -> int:
@@ -70,7 +76,15 @@ class RayFleet:
         on_pages: Callable[[Pages], None],
         start_s: float,
     ) -> RayReplicas:
-        client_options = self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s
+        client_options = (
+            self._cluster,
+            self._options,
+            self._needs,
+            on_events,
+            stall_s,
+            on_pages,
+            start_s,
+        )
         return RayReplicas(*client_options, routing=routing_of(self.engine))
 
 
@@ -91,7 +105,8 @@ class RayReplicas(Replicas):
         self._placed: dict[int, Any] = {}  # actors without an engine, by number of the replica
         self._groups: dict[str, Any] = {}  # placement groups, by role
         self._kv_key = b""
-        self._counts: dict[int, tuple[int, int]] = {}  # of each replica: requests that run, and that wait
+        # of each replica: requests that run, and that wait
+        self._counts: dict[int, tuple[int, int]] = {}
         self._num_finished = 0
         self._started: set[int] = set()  # replicas that take requests
         self._draining: set[int] = set()  # those that stop when they have none
@@ -102,31 +117,43 @@ class RayReplicas(Replicas):
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(self._new_link, number), True, self.routing.gate)
+        client = EngineClient(
+            take, stall_s, pages, start_s, partial(self._new_link, number), True, self.routing.gate
+        )
         client.on_change = self._changed
         return client
 
     def _new_link(self, number: int) -> RayLink:
         group = self._groups.get(self.routing.names[number]) if self.routing.names else None
-        return RayLink(self._cluster, self._needs, self._placed.pop(number, None), group, self._kv_key)
+        return RayLink(
+            self._cluster, self._needs, self._placed.pop(number, None), group, self._kv_key
+        )
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
         """Several replicas may be on one node."""
         folder, _, size = (options.kv_disk or "").rpartition(":")
-        own = dataclasses.replace(options, kv_disk=f"{folder}/replica-{number}:{size}" if folder else None)
+        own = dataclasses.replace(
+            options, kv_disk=f"{folder}/replica-{number}:{size}" if folder else None
+        )
         return self.routing.options(own, number)
 
     # ---- start and end
 
-    async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
+    async def start(
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None
+    ) -> Ready:
         num = self._given.num_at_start
         try:
             await self._place_all(num, options.tensor_parallel * options.pipeline_parallel)
         except NoRoom as error:
             await self.close()
-            several = "--prefill, --decode" if self.routing.names else "--replicas, --tensor-parallel"
+            several = (
+                "--prefill, --decode" if self.routing.names else "--replicas, --tensor-parallel"
+            )
             fix = f"Ask for fewer {several} or --threads, or add nodes (--ray-wait waits for them)."
-            raise ConfigError(f"The cluster has no room for the replicas: {error}.", fix=fix, param="replicas") from error
+            raise ConfigError(
+                f"The cluster has no room for the replicas: {error}.", fix=fix, param="replicas"
+            ) from error
         try:
             ready = await self.clients[0].start(self._options(options, 0), on_loading)
             self.routing.check(ready)
@@ -142,7 +169,8 @@ class RayReplicas(Replicas):
         return ready
 
     async def _place_all(self, num: int, num_ranks: int) -> None:
-        """Engines that have roles exchange pages by TCP, each rank at a port of its own, with a key that is made here."""
+        """Engines that have roles exchange pages by TCP, each rank at a port of its own, with a key
+        that is made here."""
         roles = self.routing
         if not isinstance(roles, Roles):
             self._placed = dict(enumerate(await self._cluster.place(EngineActor, self._needs, num)))
@@ -159,11 +187,17 @@ class RayReplicas(Replicas):
 
     async def _start_one(self, number: int, options: EngineOptions, first: Ready) -> Ready:
         """Starts a replica with the values of the first, so that each can take every request."""
-        ready = await self.clients[number].start(settled(self._options(options, number), first.config))
+        ready = await self.clients[number].start(
+            settled(self._options(options, number), first.config)
+        )
         if ready.model != first.model:
             await self.clients[number].stop()
             fix = "Give all nodes the same files under this name."
-            raise ConfigError(f"The model {options.model} is not the same on all nodes of the cluster.", fix=fix, param="model")
+            raise ConfigError(
+                f"The model {options.model} is not the same on all nodes of the cluster.",
+                fix=fix,
+                param="model",
+            )
         return ready
 
     def _name_started(self) -> None:
@@ -210,7 +244,10 @@ class RayReplicas(Replicas):
     def load(self, num_slots: int) -> Load:
         counts = [self._counts.get(number, (0, 0)) for number in self._started]
         unplaced = sum(self.clients[number].num_waiting for number in self._started)
-        running, waiting = sum(count[0] for count in counts), sum(count[1] for count in counts) + unplaced
+        running, waiting = (
+            sum(count[0] for count in counts),
+            sum(count[1] for count in counts) + unplaced,
+        )
         return Load(len(self._started), running, waiting, num_slots, self._num_finished)
 
     async def _grow(self, options: EngineOptions, first: Ready, reason: str) -> None:
@@ -219,10 +256,14 @@ class RayReplicas(Replicas):
         else:
             number = next(at for at in range(len(self.clients)) if at not in self._started)
             num_bytes, began = first.config.memory_bytes, time.monotonic()
-            self._take_events(number, [events.ModelLoading(began, options.model, num_bytes, reason)])
+            self._take_events(
+                number, [events.ModelLoading(began, options.model, num_bytes, reason)]
+            )
             await self._start_one(number, options, first)
             now = time.monotonic()
-            self._take_events(number, [events.ModelLoaded(now, options.model, num_bytes, now - began)])
+            self._take_events(
+                number, [events.ModelLoaded(now, options.model, num_bytes, now - began)]
+            )
             self._started.add(number)
         self._name_started()
         _log.warning("%d replicas: one was added, %s", len(self._started), reason)
@@ -243,7 +284,9 @@ class RayReplicas(Replicas):
             await client.stop()
             self._counts.pop(number, None)
             self.routing.forget(str(number))
-            gone = events.ModelUnloaded(time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice")
+            gone = events.ModelUnloaded(
+                time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice"
+            )
             self._take_events(number, [gone])
 
     def _take_events(self, number: int, batch: list[Event]) -> None:

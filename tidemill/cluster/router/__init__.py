@@ -1,1 +1,2 @@
-"""The front router: several servers behind one address (docs/how/router.md). Asyncio protocols and httptools; loads no torch."""
+"""The front router: several servers behind one address (docs/how/router.md). Asyncio protocols and
+httptools; loads no torch."""

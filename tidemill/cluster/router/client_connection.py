@@ -1,7 +1,7 @@
 """Connections of clients: HTTP/1.1 in, one request at a time to the router, responses out.
 
-Everything a client sends is bounded in bytes and in time, and what goes on to a server is written anew: no client decides how an
-upstream sees where requests end.
+Everything a client sends is bounded in bytes and in time, and what goes on to a server is written
+anew: no client decides how an upstream sees where requests end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from tidemill.server.http.target import path_of
 
 _SWEEP_EVERY_S = 1.0
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -74,10 +76,15 @@ class ClientConnections:
         max_connections: int,
         has_keys: bool = False,
     ) -> None:
-        """`admit`: who sends a request, by its headers, or why it is refused; asked before a body is taken. `handle`: answers a
-        request through its connection, now or later; it returns what does so later. `has_keys`: callers without a tenant may
-        use some paths only."""
-        self.admit, self.handle, self.max_connections, self.has_keys = admit, handle, max_connections, has_keys
+        """`admit`: who sends a request, by its headers, or why it is refused; asked before a body
+        is taken. `handle`: answers a request through its connection, now or later; it returns what
+        does so later. `has_keys`: callers without a tenant may use some paths only."""
+        self.admit, self.handle, self.max_connections, self.has_keys = (
+            admit,
+            handle,
+            max_connections,
+            has_keys,
+        )
         self.max_idle = max(max_connections // 2, 1)  # of one address
         self.all: set[ClientConnection] = set()
         self.num_idle: Counter[str] = Counter()  # by address: without a request under way
@@ -89,7 +96,8 @@ class ClientConnections:
         return ClientConnection(self)
 
     def sweep(self) -> None:
-        """Close what is too slow; again every second. One timer for all costs less than one for each request."""
+        """Close what is too slow; again every second. One timer for all costs less than one for
+        each request."""
         now = time.monotonic()
         for client in [each for each in self.all if each.deadline_s <= now]:
             client.too_slow()
@@ -119,7 +127,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_closed = False
         self._is_paused = False
         self._unread = 0
-        self._cached_head: CachedHead | None = None  # the head of a request that this connection has had
+        # the head of a request that this connection has had
+        self._cached_head: CachedHead | None = None
         self._head = b""  # of the request that is being parsed, if it came in one piece
         self.deadline_s = float("inf")
         self._expect_head()
@@ -140,9 +149,15 @@ class ClientConnection(asyncio.Protocol):
         clients = self._clients
         clients.all.add(self)
         if len(clients.all) > clients.max_connections:
-            self._turn_away(Draining("There are too many connections.", fix="Try again in a moment."))
+            self._turn_away(
+                Draining("There are too many connections.", fix="Try again in a moment.")
+            )
         elif clients.num_idle[self.address] >= clients.max_idle:
-            self._turn_away(QueueFull("This address has too many idle connections.", fix="Use the ones there are."))
+            self._turn_away(
+                QueueFull(
+                    "This address has too many idle connections.", fix="Use the ones there are."
+                )
+            )
         else:
             self._set_idle(True)
             self.deadline_s = time.monotonic() + HEADERS_WITHIN_S
@@ -151,7 +166,9 @@ class ClientConnection(asyncio.Protocol):
         self._is_closed = True
         self._set_idle(False)
         self._clients.all.discard(self)
-        self._clients.num_buffered -= self._num_body + sum(len(request.body) for request in self._queue)
+        self._clients.num_buffered -= self._num_body + sum(
+            len(request.body) for request in self._queue
+        )
         self._queue.clear()
         if self._is_busy:
             self._give_body_back()
@@ -183,7 +200,9 @@ class ClientConnection(asyncio.Protocol):
                 raise
             self._refuse(cause)
         except httptools.HttpParserUpgrade:
-            self._is_broken = True  # the request is answered in HTTP/1.1, and what may follow in another protocol is not read
+            # the request is answered in HTTP/1.1, and what may follow in another protocol is not
+            # read
+            self._is_broken = True
         except httptools.HttpParserError as error:
             self._refuse(InvalidRequest(f"This is not valid HTTP: {error}."))
         else:
@@ -192,10 +211,18 @@ class ClientConnection(asyncio.Protocol):
 
     def _take_with_cached_head(self, data: bytes) -> bool:
         """A whole request with a head that was parsed before."""
-        if self._cached_head is None or self._is_busy or self._is_paused or (request := self._cached_head.read(data)) is None:
+        if (
+            self._cached_head is None
+            or self._is_busy
+            or self._is_paused
+            or (request := self._cached_head.read(data)) is None
+        ):
             return False
         clients, num_bytes = self._clients, len(request.body)
-        if num_bytes > self._cached_head.max_body or clients.num_buffered + num_bytes > MAX_BUFFERED_BYTES:
+        if (
+            num_bytes > self._cached_head.max_body
+            or clients.num_buffered + num_bytes > MAX_BUFFERED_BYTES
+        ):
             return False  # the parser's path says why not
         clients.num_buffered += num_bytes
         self.deadline_s = float("inf")
@@ -251,7 +278,10 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if len(self._queue) >= MAX_PIPELINED:
-            raise QueueFull(f"More than {MAX_PIPELINED} requests wait on this connection.", fix="Read the responses first.")
+            raise QueueFull(
+                f"More than {MAX_PIPELINED} requests wait on this connection.",
+                fix="Read the responses first.",
+            )
         self._request = Request(self.address)
         self._headers = self._request.headers
 
@@ -271,7 +301,10 @@ class ClientConnection(asyncio.Protocol):
         request, parser = self._request, self._parser
         head, self._head = self._head, b""  # the next request in the same piece has another
         assert request is not None
-        if self._num_head > MAX_HEADER_BYTES and sum(len(a) + len(b) + 4 for a, b in request.headers) > MAX_HEADER_BYTES:
+        if (
+            self._num_head > MAX_HEADER_BYTES
+            and sum(len(a) + len(b) + 4 for a, b in request.headers) > MAX_HEADER_BYTES
+        ):
             raise HeadersTooLarge(f"The headers may have {MAX_HEADER_BYTES} bytes.")
         if len(request.headers) > MAX_HEADERS:
             raise HeadersTooLarge(f"There may be {MAX_HEADERS} headers.")
@@ -292,7 +325,10 @@ class ClientConnection(asyncio.Protocol):
         has_body = length > 0
         if b"transfer-encoding" in first:
             has_body = True
-            if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in request.headers):
+            if any(
+                name == b"transfer-encoding" and value.lower() != b"chunked"
+                for name, value in request.headers
+            ):
                 raise InvalidRequest("The only transfer encoding that is taken is chunked.")
         if has_body:
             request.caller = self._clients.admit(request)
@@ -314,7 +350,9 @@ class ClientConnection(asyncio.Protocol):
         if self._num_body > self._max_body:
             raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
         if self._clients.num_buffered > MAX_BUFFERED_BYTES:
-            raise QueueFull("The router holds too many bytes of requests.", fix="Try again in a moment.")
+            raise QueueFull(
+                "The router holds too many bytes of requests.", fix="Try again in a moment."
+            )
         self._body += body
 
     def on_message_complete(self) -> None:
@@ -396,11 +434,14 @@ class ClientConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._next)
         elif not self._is_broken:
             self._set_idle(True)
-            self._expect_by(time.monotonic() + (HEADERS_WITHIN_S if self._num_head else KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S))
+            self._expect_by(
+                time.monotonic()
+                + (HEADERS_WITHIN_S if self._num_head else KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S)
+            )
 
     def _close(self) -> None:
-        """When all is written. What a refused client still sends is read and dropped for a while: closing on it would make its
-        system drop the answer."""
+        """When all is written. What a refused client still sends is read and dropped for a while:
+        closing on it would make its system drop the answer."""
         is_refused, self._is_broken = self._is_broken, True
         if is_refused and self._transport.can_write_eof():
             self.deadline_s = time.monotonic() + REST_WITHIN_S
@@ -413,22 +454,36 @@ class ClientConnection(asyncio.Protocol):
         if self._queue and not self._is_busy and not self._is_paused and not self._is_closed:
             self._begin(self._queue.popleft())
 
-    def answer(self, status: int, body: bytes, content_type: bytes = b"application/json", headers: Headers | None = None) -> None:
+    def answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        headers: Headers | None = None,
+    ) -> None:
         """A whole response of the router's own."""
-        parts = self.begin_response(status, [(b"content-type", content_type), *(headers or [])], len(body))
+        parts = self.begin_response(
+            status, [(b"content-type", content_type), *(headers or [])], len(body)
+        )
         self.end_response(parts if self._current.method == b"HEAD" else [*parts, body])
 
     def answer_json(self, body: Any, status: int = 200) -> None:
         self.answer(status, msgspec.json.encode(body))
 
     def answer_error(self, error: TidemillError) -> None:
-        body = msgspec.json.encode(format_error(self._current.path, error_body(error), error.status))
+        body = msgspec.json.encode(
+            format_error(self._current.path, error_body(error), error.status)
+        )
         named = headers_of(error)
         if named.pop("Connection", "") == "close":
             self._current.keeps_alive = False
         if error.status == 401:
             named["www-authenticate"] = "Bearer"
-        self.answer(error.status, body, headers=[(name.lower().encode(), value.encode()) for name, value in named.items()])
+        self.answer(
+            error.status,
+            body,
+            headers=[(name.lower().encode(), value.encode()) for name, value in named.items()],
+        )
 
     def break_off(self) -> None:
         """A response that has begun cannot be completed: the client must see that it is not."""
@@ -446,7 +501,8 @@ class ClientConnection(asyncio.Protocol):
         self.answer_error(error)
 
     def _refuse(self, error: TidemillError) -> None:
-        """Refuses the rest of a connection: it is not read any more. Requests that are under way go on."""
+        """Refuses the rest of a connection: it is not read any more. Requests that are under way go
+        on."""
         self._is_broken = True
         self._clients.num_buffered -= self._num_body
         path = self._request.path if self._request is not None else ""

@@ -1,8 +1,8 @@
 """Exchange: a client's request on its way to an upstream, and the response on its way back.
 
-A request is sent again, to another upstream, only while no byte of a response has been passed on to the client, and never more
-than one upstream is connected for it: so it is answered once. What changes the state of a server is sent again only if it cannot
-have been taken.
+A request is sent again, to another upstream, only while no byte of a response has been passed on to
+the client, and never more than one upstream is connected for it: so it is answered once. What
+changes the state of a server is sent again only if it cannot have been taken.
 """
 
 from __future__ import annotations
@@ -40,8 +40,15 @@ class Exchange:
         repeats: bool,
         owner: Upstream | None,
     ) -> None:
-        """`repeats`: it may be sent again though an upstream may have seen it. `owner`: the only upstream that can answer it."""
-        self._router, self._client, self._request, self._prompt, self._tenant = router, client, request, prompt, tenant
+        """`repeats`: it may be sent again though an upstream may have seen it. `owner`: the only
+        upstream that can answer it."""
+        self._router, self._client, self._request, self._prompt, self._tenant = (
+            router,
+            client,
+            request,
+            prompt,
+            tenant,
+        )
         self.repeats, self._owner = repeats, owner
         self._tried: list[Upstream] = []
         self._num_attempts = 0
@@ -64,7 +71,8 @@ class Exchange:
         self.upstream, self._is_sent = upstream, False
         upstream.load += 1
         upstream.num_requests += 1
-        connection = upstream.idle_connection() if self.repeats else None  # one that is new cannot be closed before it is used
+        # one that is new cannot be closed before it is used
+        connection = upstream.idle_connection() if self.repeats else None
         if connection is not None:
             self._send(connection)
         else:
@@ -74,7 +82,9 @@ class Exchange:
         if self._owner is not None:
             what = f"The server that has what this request refers to is not available: {self._owner.why or 'it is not ready'}."
             return NoUpstream(what, fix="Try again in a moment.")
-        return NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
+        return NoUpstream(
+            "No server can take the request at the moment.", fix="Try again in a moment."
+        )
 
     async def _connect(self, upstream: Upstream) -> None:
         try:
@@ -100,13 +110,18 @@ class Exchange:
         connection.send(head, request.body, self, request.method == b"HEAD")
 
     def _again(self, why: TidemillError) -> None:
-        """Nothing has been passed on so far: to another upstream, or else the client is told why not."""
+        """Nothing has been passed on so far: to another upstream, or else the client is told why
+        not."""
         if self._has_begun:
             return
         self._leave_upstream()
         if self._is_over:
             return
-        can_repeat = self._owner is None and (self.repeats or not self._is_sent) and self._num_attempts < MAX_ATTEMPTS
+        can_repeat = (
+            self._owner is None
+            and (self.repeats or not self._is_sent)
+            and self._num_attempts < MAX_ATTEMPTS
+        )
         if can_repeat and self._router.choose(self._prompt, self._tried) is not None:
             self._router.num_retries += 1
             self._out.clear()
@@ -163,21 +178,30 @@ class Exchange:
         upstream = self.upstream
         assert upstream is not None
         if status in _BUSY:
-            wait_s = next((_seconds(value) for name, value in headers if name == b"retry-after"), None)
+            wait_s = next(
+                (_seconds(value) for name, value in headers if name == b"retry-after"), None
+            )
             if wait_s is not None:
                 if status == 503:
                     upstream.failed("it is not ready", wait_s)
                 can_repeat = self._owner is None and self._num_attempts < MAX_ATTEMPTS
                 if can_repeat and self._router.choose(self._prompt, self._tried) is not None:
                     self._is_sent = False  # it was not taken
-                    self._again(NoUpstream("No server can take the request at the moment.", fix="Try again in a moment."))
+                    self._again(
+                        NoUpstream(
+                            "No server can take the request at the moment.",
+                            fix="Try again in a moment.",
+                        )
+                    )
                     return
         else:
             upstream.succeeded()
         if self._prompt.keys and status < 400:
             self._router.placement.note(upstream.url, self._prompt.keys)
         self._has_begun = True
-        self._is_stream = length is None and any(n == b"content-type" and b"event-stream" in value for n, value in headers)
+        self._is_stream = length is None and any(
+            n == b"content-type" and b"event-stream" in value for n, value in headers
+        )
         self._router.answered(status, time.monotonic() - self._begun_s)
         self._out = self._client.begin_response(status, headers, length)
 
@@ -199,7 +223,8 @@ class Exchange:
         upstream, connection, self._connection = self.upstream, self._connection, None
         assert upstream is not None
         if connection is not None and connection.is_reused and not self._has_begun:
-            self._tried.remove(upstream)  # it may have closed a connection that was idle for long, and is well
+            # it may have closed a connection that was idle for long, and is well
+            self._tried.remove(upstream)
         else:
             upstream.failed(why)
         if not self._has_begun:
@@ -213,7 +238,11 @@ class Exchange:
             return
         # Clients of an event stream read an error as its last event.
         error = UpstreamFailed("The server ended in the middle of the response.", fix="Try again.")
-        event = b"\n\ndata: " + msgspec.json.encode(format_error(self._request.path, error_body(error), error.status)) + b"\n\n"
+        event = (
+            b"\n\ndata: "
+            + msgspec.json.encode(format_error(self._request.path, error_body(error), error.status))
+            + b"\n\n"
+        )
         self._client.end_response([*self._out, self._client.framed(event)])
 
 

@@ -52,13 +52,19 @@ class _Fetch:
 
 
 async def fetch(
-    upstream: Upstream, method: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]] = (), body: bytes = b""
+    upstream: Upstream,
+    method: bytes,
+    target: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    body: bytes = b"",
 ) -> Fetched:
     """Raises OSError. On a connection of its own, so that nothing depends on what others have left."""
     connection = await upstream.connect()
     connection.may_be_kept = False
     try:
-        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n" % (method, target, upstream.host)]
+        lines = [
+            b"%b %b HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n" % (method, target, upstream.host)
+        ]
         lines += [b"%b: %b\r\n" % header for header in headers]
         if body or method != b"GET":
             lines.append(b"content-length: %d\r\n" % len(body))

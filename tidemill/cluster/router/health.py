@@ -27,7 +27,10 @@ class _Models(msgspec.Struct):
     models: list[msgspec.Raw] | None = None  # Ollama
 
 
-_decode_models, _decode_model = msgspec.json.Decoder(_Models).decode, msgspec.json.Decoder(_Model).decode
+_decode_models, _decode_model = (
+    msgspec.json.Decoder(_Models).decode,
+    msgspec.json.Decoder(_Model).decode,
+)
 
 
 def models_of(body: bytes) -> dict[str, msgspec.Raw]:
@@ -62,7 +65,9 @@ class Checks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, upstream: Upstream, first_after_s: float = 0.0) -> None:
-        self._tasks[upstream.url] = asyncio.get_running_loop().create_task(self._watch(upstream, first_after_s))
+        self._tasks[upstream.url] = asyncio.get_running_loop().create_task(
+            self._watch(upstream, first_after_s)
+        )
 
     async def begin(self, upstream: Upstream) -> None:
         """The first check is done when it returns."""

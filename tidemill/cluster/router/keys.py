@@ -1,5 +1,5 @@
-"""The parts of a request that decide where it goes: the model, the keys of its prefix, and what it refers to that one server
-has."""
+"""The parts of a request that decide where it goes: the model, the keys of its prefix, and what it
+refers to that one server has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class _Message(msgspec.Struct):
     role: str = ""
 
 
-_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # a Raw's strings are not checked before they are decoded
+# a Raw's strings are not checked before they are decoded
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_items = msgspec.json.Decoder(list[dict[str, Raw]]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
@@ -63,8 +64,11 @@ class Prompt:
     refers_to: tuple[str, str] | None = None  # the kind and the id of what a server keeps
 
 
-def read_prompt(body: bytes, tenant: bytes, session: bytes = b"", model: str | None = None) -> Prompt:
-    """`tenant`: whoever shares no cache with others. `session`: as a header names it. `model`: as the path names it."""
+def read_prompt(
+    body: bytes, tenant: bytes, session: bytes = b"", model: str | None = None
+) -> Prompt:
+    """`tenant`: whoever shares no cache with others. `session`: as a header names it. `model`: as
+    the path names it."""
     if not body.startswith(b"{") and not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Prompt(model)
     try:
@@ -78,7 +82,11 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"", model: str | N
         return Prompt(model)
     model = model or fields.model
     root = b"\0".join((tenant, (model or "").encode()))
-    around = fields.tools, fields.system if len(bytes(fields.system)) else fields.system_instruction, fields.instructions
+    around = (
+        fields.tools,
+        fields.system if len(bytes(fields.system)) else fields.system_instruction,
+        fields.instructions,
+    )
     before = b"\0\0" if around == _NONE else b"\0".join(map(bytes, around))
     if messages is not None:
         text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))
@@ -105,7 +113,8 @@ def _leading(messages: list[Raw], num_bytes: int) -> list[bytes]:
 
 
 def _num_opening(messages: list[Raw]) -> int:
-    """Messages up to the user's first: they stay the same while the conversation goes on, and tell it from others."""
+    """Messages up to the user's first: they stay the same while the conversation goes on, and tell
+    it from others."""
     for number, message in enumerate(messages[:_MAX_FIRST], 1):
         try:
             if _decode_message(message).role == "user":
@@ -116,7 +125,11 @@ def _num_opening(messages: list[Raw]) -> int:
 
 
 def _reference(fields: _Body) -> tuple[str, str] | None:
-    conversation = fields.conversation.get("id") if isinstance(fields.conversation, dict) else fields.conversation
+    conversation = (
+        fields.conversation.get("id")
+        if isinstance(fields.conversation, dict)
+        else fields.conversation
+    )
     if fields.previous_response_id:
         return "responses", fields.previous_response_id
     if isinstance(conversation, str) and conversation:
@@ -133,7 +146,10 @@ def _item_reference(items: bytes) -> tuple[str, str] | None:
     if b'"id"' not in items:
         return None
     try:
-        found = next((item["id"] for item in map(_described, _decode_items(items)) if is_reference(item)), None)
+        found = next(
+            (item["id"] for item in map(_described, _decode_items(items)) if is_reference(item)),
+            None,
+        )
     except _BROKEN:
         return None
     return None if found is None else ("response_items", found)
@@ -141,4 +157,7 @@ def _item_reference(items: bytes) -> tuple[str, str] | None:
 
 def _described(item: dict[str, Raw]) -> dict[str, Any]:
     """Its type and id; of the rest, the names."""
-    return {name: msgspec.json.decode(value) if name in ("type", "id") else None for name, value in item.items()}
+    return {
+        name: msgspec.json.decode(value) if name in ("type", "id") else None
+        for name, value in item.items()
+    }

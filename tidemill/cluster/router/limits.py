@@ -1,4 +1,5 @@
-"""Limits of each key: how many requests it may have under way, and how many it may send in a minute."""
+"""Limits of each key: how many requests it may have under way, and how many it may send in a
+minute."""
 
 from __future__ import annotations
 
@@ -20,10 +21,14 @@ class _Use:
 
 
 class Limits:
-    """A minute's requests are a token bucket: all of them may come at once, and they come back evenly."""
+    """A minute's requests are a token bucket: all of them may come at once, and they come back
+    evenly."""
 
     def __init__(
-        self, max_under_way: int | None = None, per_minute: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        max_under_way: int | None = None,
+        per_minute: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_under_way, self._per_minute, self._clock = max_under_way, per_minute, clock
         self._uses: OrderedDict[str, _Use] = OrderedDict()
@@ -48,7 +53,10 @@ class Limits:
             use.allowance, use.seen_s = min(use.allowance + gained, float(self._per_minute)), now
             if use.allowance < 1:
                 self.num_refused += 1
-                raise QueueFull(f"This key may send {self._per_minute} requests a minute.", fix="Try again in a moment.")
+                raise QueueFull(
+                    f"This key may send {self._per_minute} requests a minute.",
+                    fix="Try again in a moment.",
+                )
             use.allowance -= 1
         use.num_under_way += 1
 
@@ -59,6 +67,8 @@ class Limits:
 
     def _forget(self) -> None:
         if len(self._uses) > MAX_TENANTS:
-            idle = next((tenant for tenant, use in self._uses.items() if not use.num_under_way), None)
+            idle = next(
+                (tenant for tenant, use in self._uses.items() if not use.num_under_way), None
+            )
             if idle is not None:
                 del self._uses[idle]

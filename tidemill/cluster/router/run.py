@@ -18,10 +18,13 @@ TLS_WITHIN_S = 10.0  # a handshake, and a goodbye
 
 
 async def route(
-    router: Router, listen: Listen, on_ready: Callable[[Router, int], None] | None = None, drain_s: float = 30.0
+    router: Router,
+    listen: Listen,
+    on_ready: Callable[[Router, int], None] | None = None,
+    drain_s: float = 30.0,
 ) -> None:
-    """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
-    not wait."""
+    """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s`
+    to end. A second signal does not wait."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     me = asyncio.current_task()
     assert me is not None

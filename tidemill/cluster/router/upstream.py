@@ -21,7 +21,8 @@ IDLE_S = 60.0  # for which one is kept; servers keep them longer
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 MAX_RESPONSE_HEAD = 256 * 1024
 _JOINED_BYTES = 2**16
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed in a minute
+# a host that is gone is noticed in a minute
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 # Between two hosts, not for whoever is behind them.
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
@@ -35,7 +36,8 @@ class Sink(Protocol):
     """Who gets a response. After `ended` or `broken` nothing more comes."""
 
     def head(self, status: int, headers: Headers, length: int | None) -> None:
-        """`headers`: those that are passed on, without a length; `length`: of the body, None if only its end will tell."""
+        """`headers`: those that are passed on, without a length; `length`: of the body, None if
+        only its end will tell."""
 
     def body(self, data: bytes) -> None: ...
 
@@ -64,8 +66,15 @@ class Upstream:
                 port = parts.port
             except ValueError:
                 raise _not_an_address(url) from None
-            is_plain = not (parts.path or parts.query or parts.fragment or parts.username or parts.password)
-            if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain or re.search(r"[\x00-\x20\x7f]", url):
+            is_plain = not (
+                parts.path or parts.query or parts.fragment or parts.username or parts.password
+            )
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or not is_plain
+                or re.search(r"[\x00-\x20\x7f]", url)
+            ):
                 raise _not_an_address(url)
             self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
             self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -83,13 +92,20 @@ class Upstream:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_healthy and not self.is_leaving and (not self.retry_s or time.monotonic() >= self.retry_s)
+        return (
+            self.is_healthy
+            and not self.is_leaving
+            and (not self.retry_s or time.monotonic() >= self.retry_s)
+        )
 
     def failed(self, why: str, for_s: float | None = None) -> None:
-        """A request failed: it is sent nothing for a while, which doubles each time until one succeeds. `for_s`: it said so."""
+        """A request failed: it is sent nothing for a while, which doubles each time until one
+        succeeds. `for_s`: it said so."""
         self.num_failures += 1
         if for_s is None:
-            self._back_off_s = for_s = min(max(2 * self._back_off_s, FIRST_BACK_OFF_S), MAX_BACK_OFF_S)
+            self._back_off_s = for_s = min(
+                max(2 * self._back_off_s, FIRST_BACK_OFF_S), MAX_BACK_OFF_S
+            )
             self.why = why
         self.retry_s = time.monotonic() + for_s
 
@@ -113,9 +129,13 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
                 if self._unix:
-                    _, connection = await loop.create_unix_connection(lambda: Connection(self), self._unix)
+                    _, connection = await loop.create_unix_connection(
+                        lambda: Connection(self), self._unix
+                    )
                 else:
-                    _, connection = await loop.create_connection(lambda: Connection(self), *self._address, ssl=self._tls)
+                    _, connection = await loop.create_connection(
+                        lambda: Connection(self), *self._address, ssl=self._tls
+                    )
         except TimeoutError as error:
             raise OSError(f"no connection in {CONNECT_WITHIN_S:g} s") from error
         return connection
@@ -139,7 +159,11 @@ class Upstream:
 
 
 def _not_an_address(url: str) -> ConfigError:
-    return ConfigError(f"The upstream is {url!r}.", fix="Write it like http://HOST:PORT, or unix:PATH for a socket.", param="url")
+    return ConfigError(
+        f"The upstream is {url!r}.",
+        fix="Write it like http://HOST:PORT, or unix:PATH for a socket.",
+        param="url",
+    )
 
 
 def _keep_alive(connected: socket.socket) -> None:
@@ -151,7 +175,8 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """To an upstream: one request at a time. The response goes to the request's sink as it comes, piece by piece."""
+    """To an upstream: one request at a time. The response goes to the request's sink as it comes,
+    piece by piece."""
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
@@ -201,7 +226,8 @@ class Connection(asyncio.Protocol):
     # ---- the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop has classes of its own
+        # uvloop has classes of its own
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True
         connected = transport.get_extra_info("socket")
         if connected is not None and connected.family != socket.AF_UNIX:
             _keep_alive(connected)
@@ -240,7 +266,12 @@ class Connection(asyncio.Protocol):
     def _end(self, sink: Sink) -> None:
         self._sink = None
         self.upstream.under_way.discard(self)
-        if self.may_be_kept and self._keeps_alive and not self._is_head and not self._transport.is_closing():
+        if (
+            self.may_be_kept
+            and self._keeps_alive
+            and not self._is_head
+            and not self._transport.is_closing()
+        ):
             self.is_reused = True
             self.upstream.give_back(self)
         else:

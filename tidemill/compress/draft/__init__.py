@@ -1,1 +1,2 @@
-"""Training of draft heads: text, hidden states, training, measured acceptance. The heads are runner/spec/heads.py."""
+"""Training of draft heads: text, hidden states, training, measured acceptance. The heads are
+runner/spec/heads.py."""

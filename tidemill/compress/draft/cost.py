@@ -1,4 +1,5 @@
-"""The value of drafts: the measured cost of steps of several tokens, and the speed that an acceptance gives."""
+"""The value of drafts: the measured cost of steps of several tokens, and the speed that an
+acceptance gives."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]
 
 
 @torch.inference_mode()
-def draft_seconds(runner: CpuRunner, head: DraftHead, target: Target, repeats: int = 30) -> tuple[float, bool]:
+def draft_seconds(
+    runner: CpuRunner, head: DraftHead, target: Target, repeats: int = 30
+) -> tuple[float, bool]:
     """The time of one more draft, and whether all are made at once."""
     drafter = make_drafter(head, target, runner, 0.0)
     num = _context(runner) + 2
@@ -83,16 +86,24 @@ def acceptance(drafted: Sequence[Drafted]) -> list[float]:
 
 
 def speed(drafted: Sequence[Drafted], costs: Costs, least: float) -> float:
-    """Tokens in the time of one plain step, along the texts, if a draft is made while those before it and it are right with a
-    probability of at least `least`, by the head's own account. 1 is the speed without drafts."""
+    """Tokens in the time of one plain step, along the texts, if a draft is made while those before
+    it and it are right with a probability of at least `least`, by the head's own account. 1 is the
+    speed without drafts."""
     tokens, seconds = 0, 0.0
     for part in drafted:
-        num_good = (part.probs.cumprod(1) >= least).cumprod(1).sum(1).clamp(max=len(costs.steps_s) - 1).tolist()
+        num_good = (
+            (part.probs.cumprod(1) >= least)
+            .cumprod(1)
+            .sum(1)
+            .clamp(max=len(costs.steps_s) - 1)
+            .tolist()
+        )
         num_right = part.is_right.cumprod(1)
         place = 0
         while place < len(num_good):
             num = num_good[place]
-            num_made = 1 if costs.at_once else min(num + 1, part.probs.shape[1])  # the last one made is not good enough
+            # the last one made is not good enough
+            num_made = 1 if costs.at_once else min(num + 1, part.probs.shape[1])
             seconds += costs.steps_s[num] + costs.draft_s * num_made
             accepted = int(num_right[place, :num].sum()) if num else 0
             tokens += accepted + 1

@@ -19,11 +19,14 @@ class Batch:
 
     ids_BT: torch.Tensor
     states_BTH: torch.Tensor  # of the whole model
-    inputs_BTH: torch.Tensor  # what the head starts from: the same, or the states of the first layers
+    # what the head starts from: the same, or the states of the first layers
+    inputs_BTH: torch.Tensor
     learned_BT: torch.Tensor  # bool: states whose logits are learned
 
 
-def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> list[tuple[int, torch.Tensor]]:
+def guesses(
+    head: DraftHead, target: Target, batch: Batch, num_guesses: int
+) -> list[tuple[int, torch.Tensor]]:
     """(shift, states [B, T, H]): column t guesses the target's state at position t + shift."""
     if isinstance(head, ExitHead):
         return [(0, head(batch.inputs_BTH))]
@@ -39,7 +42,8 @@ def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> 
 
 
 def loss_of(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> torch.Tensor:
-    """The cross-entropy of the target's distribution with that of each guess, and for EAGLE the distance of the states."""
+    """The cross-entropy of the target's distribution with that of each guess, and for EAGLE the
+    distance of the states."""
     sequences, positions = batch.learned_BT.nonzero(as_tuple=True)
     true_MH = batch.states_BTH[sequences, positions]
     with torch.no_grad():
@@ -68,8 +72,11 @@ class Drafted:
 def draft_along(head: DraftHead, target: Target, batch: Batch, num_drafts: int) -> Drafted:
     """The drafts along the one sequence of a batch."""
     shifted = guesses(head, target, batch, num_drafts)[:num_drafts]
-    if isinstance(head, ExitHead):  # each draft is an exit of its own, a position on from the one before
-        shifted = [(shift, torch.roll(shifted[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)]
+    # each draft is an exit of its own, a position on from the one before
+    if isinstance(head, ExitHead):
+        shifted = [
+            (shift, torch.roll(shifted[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)
+        ]
     (places,) = batch.learned_BT[0].nonzero(as_tuple=True)
     places = places[places + len(shifted) + 1 < batch.ids_BT.shape[1]]
     right, probs = [], []

@@ -1,4 +1,5 @@
-"""Prompts to which a model writes the text that its draft heads learn from: every form of question about every subject."""
+"""Prompts to which a model writes the text that its draft heads learn from: every form of question
+about every subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From a model to a folder of draft heads: text, hidden states, training, measurement. Every part goes on where it ended."""
+"""From a model to a folder of draft heads: text, hidden states, training, measurement. Every part
+goes on where it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
-from tidemill.compress.draft.cost import Costs, acceptance, best_threshold, draft_seconds, step_seconds
+from tidemill.compress.draft.cost import (
+    Costs,
+    acceptance,
+    best_threshold,
+    draft_seconds,
+    step_seconds,
+)
 from tidemill.compress.draft.states import StatesFile
 from tidemill.compress.draft.text import Example, TextFile, text_for
 from tidemill.compress.draft.train import RATES, Corpus, Recipe, draft_held_out, num_steps, train
@@ -46,7 +53,9 @@ class TrainOptions:
 
     def check(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"--kind {self.kind} is not known.", fix=f"Choose {', '.join(KINDS)}.", param="kind")
+            raise ConfigError(
+                f"--kind {self.kind} is not known.", fix=f"Choose {', '.join(KINDS)}.", param="kind"
+            )
         if self.num_tokens < _LEAST_TOKENS:
             why = f"--samples of --seq-len tokens are {self.num_tokens} tokens."
             raise ConfigError(why, fix=f"They must be at least {_LEAST_TOKENS}.", param="samples")
@@ -55,7 +64,9 @@ class TrainOptions:
             if not low <= value < 2**31:
                 raise ConfigError(f"--{name} is {value}; it must be at least {low}.", param=name)
         if self.num_guesses > 8:
-            raise ConfigError(f"--guesses is {self.num_guesses}; it must be at most 8.", param="guesses")
+            raise ConfigError(
+                f"--guesses is {self.num_guesses}; it must be at most 8.", param="guesses"
+            )
 
 
 class Reporter(Protocol):
@@ -69,12 +80,17 @@ class Stopped(Exception):
     """By the user: the same command goes on from there."""
 
 
-def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: Callable[[], bool]) -> dict[str, Any]:
+def train_draft(
+    options: TrainOptions, llm: LLM, report: Reporter, is_stopped: Callable[[], bool]
+) -> dict[str, Any]:
     """Trains a draft head; returns the measurements that are written to the json."""
     options.check()
     runner, model = llm.core.runner, llm.core.runner.model  # type: ignore[attr-defined]
     if not isinstance(runner, CpuRunner) or not isinstance(model, CausalLM):
-        raise ConfigError("Draft heads are trained on a CPU, for a model that generates text.", fix="Give --device cpu.")
+        raise ConfigError(
+            "Draft heads are trained on a CPU, for a model that generates text.",
+            fix="Give --device cpu.",
+        )
     layers = _exit_layers(options, model.config.num_layers)
     work = options.out / WORK
     try:
@@ -89,14 +105,18 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
     steps_s = step_seconds(runner, _MEASURED + 1)
     results: list[tuple[float, DraftHead, dict[str, Any]]] = []
     for layer in layers:
-        inputs = states if layer is None else _states(runner, work / digest, sequences, layer, report)
+        inputs = (
+            states if layer is None else _states(runner, work / digest, sequences, layer, report)
+        )
         corpus = Corpus(sequences, states, inputs)
         head, recipe = _new(options, target, layer, digest)
         name = options.kind if layer is None else f"{options.kind}-{layer}"
         report.stage(f"Training {name}", num_steps(corpus, recipe))
         tick = lambda done, loss: report.at(done, f"loss {loss:.3f}")  # noqa: E731
         with _threads(llm.config.threads):
-            is_done = train(head, target, corpus, recipe, work / f"{name}.safetensors", tick, is_stopped)
+            is_done = train(
+                head, target, corpus, recipe, work / f"{name}.safetensors", tick, is_stopped
+            )
         if not is_done:
             raise Stopped
         _round(head)
@@ -113,7 +133,10 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
         }
         results.append((speed, head, measured))
     learned = sum(example.num_learned for example in sequences)
-    text = {"text": "its own" if options.data is None else options.data.name, "text_tokens": learned}
+    text = {
+        "text": "its own" if options.data is None else options.data.name,
+        "text_tokens": learned,
+    }
     if len(layers) > 1:
         _save_exits(options.out, results, target, text)
     _, head, measured = max(results, key=lambda result: result[0])
@@ -123,8 +146,14 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
     return {"kind": head.kind, "settings": head.settings} | about
 
 
-def _save_exits(out: Path, results: list[tuple[float, DraftHead, dict[str, Any]]], target: Target, text: dict[str, Any]) -> None:
-    """Each in a folder of its own, for a drafter that chooses among them. All are said to have been measured."""
+def _save_exits(
+    out: Path,
+    results: list[tuple[float, DraftHead, dict[str, Any]]],
+    target: Target,
+    text: dict[str, Any],
+) -> None:
+    """Each in a folder of its own, for a drafter that chooses among them. All are said to have been
+    measured."""
     speeds = {str(head.settings["layer"]): speed for speed, head, _ in results}
     for settings in out.glob(f"{EXITS}*/{SETTINGS}"):
         shutil.rmtree(settings.parent)  # of another run
@@ -143,13 +172,19 @@ def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
         raise ConfigError(what, fix=f"Give 1 to {num_layers - 1}.", param="exit_layer")
     if num_layers < 2:
         raise ConfigError("A model of one layer has no early exit.", param="kind")
-    chosen = {options.exit_layer} if options.exit_layer else {max(1, num_layers // part) for part in _EXITS}
+    chosen = (
+        {options.exit_layer}
+        if options.exit_layer
+        else {max(1, num_layers // part) for part in _EXITS}
+    )
     return [*sorted(chosen)]
 
 
 def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
     file = TextFile(options.out / TEXT, digest_of(llm.core.runner.model))  # type: ignore[attr-defined]
-    return text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
+    return text_for(
+        llm, options.data, options.num_tokens, options.length, options.seed, file, report
+    )
 
 
 def _digest(model: CausalLM, sequences: list[Example]) -> str:
@@ -166,16 +201,24 @@ def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> to
     return draft_vocabulary(counts_V, options.vocab_size, llm.tokenizer.eos_token_ids)
 
 
-def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter) -> Any:
+def _states(
+    runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter
+) -> Any:
     work.mkdir(exist_ok=True)
-    name = "Hidden states" if num_layers == runner.model.config.num_layers else f"States after layer {num_layers}"
-    report.stage(name, sum(len(example.ids) for example in sequences))
-    return StatesFile(work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers).fill(
-        runner, sequences, report.at
+    name = (
+        "Hidden states"
+        if num_layers == runner.model.config.num_layers
+        else f"States after layer {num_layers}"
     )
+    report.stage(name, sum(len(example.ids) for example in sequences))
+    return StatesFile(
+        work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers
+    ).fill(runner, sequences, report.at)
 
 
-def _new(options: TrainOptions, target: Target, layer: int | None, digest: str) -> tuple[DraftHead, Recipe]:
+def _new(
+    options: TrainOptions, target: Target, layer: int | None, digest: str
+) -> tuple[DraftHead, Recipe]:
     torch.manual_seed(options.seed)
     head = new_head(options.kind, target.hidden_size, None if layer is None else {"layer": layer})
     recipe = Recipe(
@@ -192,7 +235,8 @@ def _new(options: TrainOptions, target: Target, layer: int | None, digest: str) 
 
 @contextmanager
 def _threads(num: int) -> Iterator[None]:
-    """Gives torch so many threads for a while. It has one in the engine: the compiled kernels are idle now."""
+    """Gives torch so many threads for a while. It has one in the engine: the compiled kernels are
+    idle now."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:

@@ -21,25 +21,36 @@ def batch_of(runner: CpuRunner, ids: list[int], start: int = 0) -> Batch:
     """Tokens from `start` on of a sequence that is alone in row 0."""
     slots_GT, positions = use_first_pages(runner.mixers, len(ids)), torch.arange(start, len(ids))
     counts = np.array([len(ids) - start])
-    return Batch(np.array([0]), np.array([start]), counts, counts - 1, torch.tensor(ids[start:]), positions, slots_GT[:, start:])
+    return Batch(
+        np.array([0]),
+        np.array([start]),
+        counts,
+        counts - 1,
+        torch.tensor(ids[start:]),
+        positions,
+        slots_GT[:, start:],
+    )
 
 
 @torch.inference_mode()
 def hidden_states(runner: CpuRunner, ids: list[int], num_layers: int) -> torch.Tensor:
-    """The hidden states of a sequence's tokens, after the last norm, [T, H]; of the model's first layers alone, if those are
-    fewer than it has. The runner's cache is overwritten."""
+    """The hidden states of a sequence's tokens, after the last norm, [T, H]; of the model's first
+    layers alone, if those are fewer than it has. The runner's cache is overwritten."""
     runner.cache[: 1 + sum(-(-len(ids) // size) for _, size in runner.mixers.tables)] = 0
     batch = batch_of(runner, ids)
     if num_layers == runner.model.config.num_layers:
         return runner.forward(batch).clone()
-    step = runner.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
+    step = runner.mixers.plan(
+        batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT
+    )
     first = runner.model.only(range(num_layers))
     return first(first.embed_at(batch.ids_T, batch.positions_T, None), step).clone()
 
 
 @dataclass(slots=True)
 class StatesFile:
-    """States of all sequences, one after the other, as float16. What a process that ended left unfinished is computed again."""
+    """States of all sequences, one after the other, as float16. What a process that ended left
+    unfinished is computed again."""
 
     path: Path
     hidden_size: int
@@ -56,6 +67,8 @@ class StatesFile:
             file.truncate(begin * row_bytes)
             file.seek(begin * row_bytes)
             for example, end in zip(sequences[first:], ends[first:], strict=True):
-                file.write(hidden_states(runner, example.ids, self.num_layers).half().numpy().tobytes())
+                file.write(
+                    hidden_states(runner, example.ids, self.num_layers).half().numpy().tobytes()
+                )
                 tick(int(end))
         return np.memmap(self.path, np.float16, "r", shape=(int(ends[-1]), self.hidden_size))

@@ -15,7 +15,8 @@ from torch import nn
 
 from tidemill.errors import ConfigError
 
-_WARMUP, _LAST = 0.05, 0.05  # share of the steps in which the rate rises; what it falls to at the end, of its highest
+# share of the steps in which the rate rises; what it falls to at the end, of its highest
+_WARMUP, _LAST = 0.05, 0.05
 _BETAS, _DECAY, _CLIP = (0.9, 0.95), 0.01, 1.0
 _SAVE_EVERY = 25
 Tick = Callable[[int, float], None]  # steps done, loss of the last
@@ -23,7 +24,8 @@ Tick = Callable[[int, float], None]  # steps done, loss of the last
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`recipe`: what decides the bits of the result. `saved`: where the state is written every so often, and read from."""
+    """`recipe`: what decides the bits of the result. `saved`: where the state is written every so
+    often, and read from."""
 
     total: int
     rate: float
@@ -36,9 +38,14 @@ class Schedule:
 
 
 def run_steps(
-    module: nn.Module, loss_at: Callable[[int], torch.Tensor], schedule: Schedule, tick: Tick, is_stopped: Callable[[], bool]
+    module: nn.Module,
+    loss_at: Callable[[int], torch.Tensor],
+    schedule: Schedule,
+    tick: Tick,
+    is_stopped: Callable[[], bool],
 ) -> bool:
-    """Runs the training steps; returns False if it was stopped. The module's parameters that take gradients are trained."""
+    """Runs the training steps; returns False if it was stopped. The module's parameters that take
+    gradients are trained."""
     learned = {name: value for name, value in module.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(learned.values(), schedule.rate, _BETAS, weight_decay=_DECAY)
     total = schedule.total
@@ -62,21 +69,32 @@ def run_steps(
 def _share_of_rate(progress: float) -> float:
     if progress < _WARMUP:
         return (progress + 0.001) / (_WARMUP + 0.001)
-    return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP)))
+    return _LAST + (1 - _LAST) * 0.5 * (
+        1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP))
+    )
 
 
-def _save(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, schedule: Schedule, done: int) -> None:
+def _save(
+    learned: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    done: int,
+) -> None:
     from safetensors.torch import save_file
 
     tensors = {f"head.{name}": value.detach().contiguous() for name, value in learned.items()}
     for number, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{number}.{name}": value.contiguous() for name, value in state.items()}
+        tensors |= {
+            f"optimizer.{number}.{name}": value.contiguous() for name, value in state.items()
+        }
     new = schedule.saved.with_suffix(".new")
     save_file(tensors, new, schedule.said | {"done": str(done)})
     os.replace(new, schedule.saved)
 
 
-def _restore(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, schedule: Schedule) -> int:
+def _restore(
+    learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, schedule: Schedule
+) -> int:
     """Steps done before."""
     from safetensors import SafetensorError, safe_open
 
@@ -100,5 +118,7 @@ def _restore(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer,
     with torch.no_grad():
         for name, parameter in learned.items():
             parameter.copy_(tensors[f"head.{name}"])
-    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     return int(said["done"])

@@ -57,7 +57,8 @@ class Example(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TextFile:
-    """First the model's digest, then an example a line. A line that was being written when the process ended is dropped."""
+    """First the model's digest, then an example a line. A line that was being written when the
+    process ended is dropped."""
 
     path: Path
     model: str
@@ -72,10 +73,16 @@ class TextFile:
         try:
             first, *lines = whole.splitlines()
             if msgspec.json.decode(first) != {"model": self.model}:
-                raise ConfigError(f"{self.path} is the text of another model.", fix="Give another --out.", param="out")
+                raise ConfigError(
+                    f"{self.path} is the text of another model.",
+                    fix="Give another --out.",
+                    param="out",
+                )
             return [msgspec.json.decode(line, type=Example) for line in lines]
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(f"{self.path} is corrupt: {error}.", fix="Delete it, and start again.") from error
+            raise ConfigError(
+                f"{self.path} is corrupt: {error}.", fix="Delete it, and start again."
+            ) from error
 
     def append(self, sequences: list[Example]) -> None:
         with self.path.open("ab") as file:
@@ -83,7 +90,8 @@ class TextFile:
 
 
 def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick) -> list[Example]:
-    """Writes the model's answers to the seed prompts, until there are so many tokens. Goes on where the file ends."""
+    """Writes the model's answers to the seed prompts, until there are so many tokens. Goes on where
+    the file ends."""
     examples = file.read()
     prompts = seed_prompts(seed)
     total = sum(example.num_learned for example in examples)
@@ -103,21 +111,37 @@ def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick)
 def _params(llm: LLM, seed: int, number: int) -> SamplingParams:
     """The sampling parameters that people use: half with the model's own defaults, half greedy."""
     most = max(1, min(_ANSWER, llm.config.max_context // 2))
-    return SamplingParams(max_tokens=most, seed=seed) if number % 2 else SamplingParams(max_tokens=most, temperature=0.0)
+    return (
+        SamplingParams(max_tokens=most, seed=seed)
+        if number % 2
+        else SamplingParams(max_tokens=most, temperature=0.0)
+    )
 
 
 def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Example]:
     if llm.tokenizer.chat_template is None:
         outputs = llm.generate(prompts, params, progress=False)
     else:
-        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=False)
-    return [Example(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
+        outputs = llm.chat(
+            [[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=False
+        )
+    return [
+        Example(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids))
+        for output in outputs
+    ]
 
 
 def text_for(
-    llm: LLM, data: Path | None, num_tokens: int, length: int, seed: int, file: TextFile, report: Reporter
+    llm: LLM,
+    data: Path | None,
+    num_tokens: int,
+    length: int,
+    seed: int,
+    file: TextFile,
+    report: Reporter,
 ) -> list[Example]:
-    """The text of a file, or else what the model writes, which `file` keeps; sequences of at most so many tokens."""
+    """The text of a file, or else what the model writes, which `file` keeps; sequences of at most
+    so many tokens."""
     length = min(length, llm.config.max_context)
     if data is not None:
         report.stage("Reading text", 1)
@@ -131,12 +155,21 @@ def text_for(
 
 
 def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Example]:
-    """A .txt file, cut into pieces; or .jsonl with an object a line: `text`, `messages`, or `ids` as this command writes them."""
+    """A .txt file, cut into pieces; or .jsonl with an object a line: `text`, `messages`, or `ids`
+    as this command writes them."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"{path} is neither .txt nor .jsonl.", fix="Give a text, or a JSON object a line.", param="calibration")
+        raise ConfigError(
+            f"{path} is neither .txt nor .jsonl.",
+            fix="Give a text, or a JSON object a line.",
+            param="calibration",
+        )
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.", fix="Give a part of it.", param="calibration")
+            raise ConfigError(
+                f"{path} is larger than {_MAX_FILE_BYTES} bytes.",
+                fix="Give a part of it.",
+                param="calibration",
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", param="calibration") from error
@@ -148,14 +181,20 @@ def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Exa
         if total >= num_tokens:
             break
     if total < _MIN_TOKENS * 4:
-        raise ConfigError(f"{path} holds {total} tokens to learn from.", fix="Give more text.", param="calibration")
+        raise ConfigError(
+            f"{path} holds {total} tokens to learn from.",
+            fix="Give more text.",
+            param="calibration",
+        )
     return examples
 
 
 def _pieces(llm: Texts, path: Path, text: str, max_len: int) -> Iterator[Example]:
     is_text = path.suffix == ".txt"
     documents = (
-        [_encoded(llm, text)] if is_text else (_line(llm, *line) for line in _objects(path, text) if "model" not in line[1])
+        [_encoded(llm, text)]
+        if is_text
+        else (_line(llm, *line) for line in _objects(path, text) if "model" not in line[1])
     )
     for whole in documents:
         for first in range(0, len(whole.ids), max_len):
@@ -174,9 +213,13 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"Line {number} of {path} is not JSON: {error}.", param="calibration") from error
+                raise ConfigError(
+                    f"Line {number} of {path} is not JSON: {error}.", param="calibration"
+                ) from error
             if not isinstance(value, dict):
-                raise ConfigError(f"Line {number} of {path} is not a JSON object.", param="calibration")
+                raise ConfigError(
+                    f"Line {number} of {path} is not a JSON object.", param="calibration"
+                )
             yield f"line {number} of {path}", value
 
 
@@ -192,7 +235,9 @@ def _line(llm: Texts, where: str, value: dict[str, Any]) -> Example:
         return example
     try:
         if isinstance(value.get("messages"), list):
-            return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
+            return Example(
+                llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False)
+            )
         if isinstance(value.get("text"), str):
             return _encoded(llm, value["text"])
     except InvalidRequest as error:

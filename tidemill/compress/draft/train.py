@@ -34,7 +34,8 @@ class Recipe:
 
 @dataclass(slots=True)
 class Corpus:
-    """Sequences with the states of the whole model, and of its first layers where the head starts from those."""
+    """Sequences with the states of the whole model, and of its first layers where the head starts
+    from those."""
 
     sequences: list[Example]
     states: np.ndarray
@@ -71,10 +72,16 @@ def num_steps(corpus: Corpus, recipe: Recipe) -> int:
 
 
 def train(
-    head: DraftHead, target: Target, corpus: Corpus, recipe: Recipe, saved: Path, tick: Tick, is_stopped: Callable[[], bool]
+    head: DraftHead,
+    target: Target,
+    corpus: Corpus,
+    recipe: Recipe,
+    saved: Path,
+    tick: Tick,
+    is_stopped: Callable[[], bool],
 ) -> bool:
-    """Trains the head; returns False if it was stopped. `saved`: where its state is written every so often and when it stops, and
-    read from."""
+    """Trains the head; returns False if it was stopped. `saved`: where its state is written every
+    so often and when it stops, and read from."""
 
     def loss(step: int) -> torch.Tensor:
         return loss_of(head, target, corpus.batch(_which(corpus, recipe, step)), recipe.num_guesses)
@@ -83,7 +90,9 @@ def train(
     return run_steps(head, loss, schedule, tick, is_stopped)
 
 
-def draft_held_out(head: DraftHead, target: Target, corpus: Corpus, num_drafts: int) -> list[Drafted]:
+def draft_held_out(
+    head: DraftHead, target: Target, corpus: Corpus, num_drafts: int
+) -> list[Drafted]:
     return [draft_along(head, target, corpus.batch([i]), num_drafts) for i in corpus.held_out]
 
 
@@ -91,5 +100,7 @@ def _which(corpus: Corpus, recipe: Recipe, step: int) -> list[int]:
     """The sequences of a step: every epoch has an order of its own."""
     learned = corpus.learned
     epoch, number = divmod(step, -(-len(learned) // _BATCH))
-    order = torch.randperm(len(learned), generator=torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)).tolist()
+    order = torch.randperm(
+        len(learned), generator=torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
+    ).tolist()
     return [learned[i] for i in order[number * _BATCH : (number + 1) * _BATCH]]

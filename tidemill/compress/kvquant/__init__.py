@@ -1,1 +1,2 @@
-"""Calibration of KVQuant, a format of the KV cache: from a model and a text to the constants that its kernels use."""
+"""Calibration of KVQuant, a format of the KV cache: from a model and a text to the constants that
+its kernels use."""

@@ -40,7 +40,11 @@ class CalibrateOptions:
         if self.kv_dtype not in FORMATS:
             raise ConfigError(f"--bits is {self.bits}.", fix="It must be 4 or 3.", param="bits")
         if not 0 <= self.outliers <= 0.2:
-            raise ConfigError(f"--outliers is {self.outliers}.", fix="It must be 0 to 0.2, like 0.01.", param="outliers")
+            raise ConfigError(
+                f"--outliers is {self.outliers}.",
+                fix="It must be 0 to 0.2, like 0.01.",
+                param="outliers",
+            )
         if not _LEAST_TOKENS <= self.num_tokens <= _MAX_TOKENS:
             raise ConfigError(
                 f"--samples of --seq-len tokens are {self.num_tokens} tokens.",
@@ -48,17 +52,31 @@ class CalibrateOptions:
                 param="samples",
             )
         if not self.out.parent.is_dir():
-            raise ConfigError(f"There is no folder {self.out.parent}.", fix="Make it, or give another --out.", param="out")
+            raise ConfigError(
+                f"There is no folder {self.out.parent}.",
+                fix="Make it, or give another --out.",
+                param="out",
+            )
 
 
-def calibrate(options: CalibrateOptions, llm: LLM, report: Reporter) -> tuple[KVQuant, dict[str, Any]]:
+def calibrate(
+    options: CalibrateOptions, llm: LLM, report: Reporter
+) -> tuple[KVQuant, dict[str, Any]]:
     """Writes the file; and what is said in it."""
     options.check()
     runner, model = llm.core.runner, llm.core.runner.model  # type: ignore[attr-defined]
-    if not isinstance(runner, CpuRunner) or not isinstance(model, CausalLM) or runner.mixers.kv is None:
-        raise ConfigError("The KV cache is calibrated on a CPU, for a model that generates text with attention layers.")
+    if (
+        not isinstance(runner, CpuRunner)
+        or not isinstance(model, CausalLM)
+        or runner.mixers.kv is None
+    ):
+        raise ConfigError(
+            "The KV cache is calibrated on a CPU, for a model that generates text with attention layers."
+        )
     if model.config.head_dim % 8:
-        raise ConfigError(f"KVQuant takes heads of a multiple of 8; this model's have {model.config.head_dim}.")
+        raise ConfigError(
+            f"KVQuant takes heads of a multiple of 8; this model's have {model.config.head_dim}."
+        )
     sequences = _text(options, llm, report)
     collector = Collector(runner, sequences)
     report.stage("Keys and values", collector.num_tokens)
@@ -80,9 +98,15 @@ def calibrate(options: CalibrateOptions, llm: LLM, report: Reporter) -> tuple[KV
 def _text(options: CalibrateOptions, llm: LLM, report: Reporter) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         file = TextFile(Path(folder) / "text.jsonl", "")
-        texts = text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
+        texts = text_for(
+            llm, options.data, options.num_tokens, options.length, options.seed, file, report
+        )
     sequences = [text.ids for text in texts if len(text.ids) > 1]
     total = sum(map(len, sequences))
     if total < _LEAST_TOKENS:
-        raise ConfigError(f"The text has {total} tokens.", fix=f"Give one of at least {_LEAST_TOKENS}.", param="calibration")
+        raise ConfigError(
+            f"The text has {total} tokens.",
+            fix=f"Give one of at least {_LEAST_TOKENS}.",
+            param="calibration",
+        )
     return sequences

@@ -1,4 +1,5 @@
-"""The layouts of compressed matrices in files that others read, too: one file a layout, and a line here."""
+"""The layouts of compressed matrices in files that others read, too: one file a layout, and a line
+here."""
 
 from __future__ import annotations
 
@@ -25,5 +26,7 @@ def layout_class(name: str) -> type[Layout]:
         known = ", ".join([*LAYOUTS, GGUF])
         raise ConfigError(f"--format {name} is not known.", fix=f"Choose {known}.", param="format")
     module, _, cls = LAYOUTS[name].partition(":")
-    found: type[Layout] = getattr(importlib.import_module(f"tidemill.compress.layouts.{module}"), cls)
+    found: type[Layout] = getattr(
+        importlib.import_module(f"tidemill.compress.layouts.{module}"), cls
+    )
     return found

@@ -18,7 +18,8 @@ class Layout(ABC):
     name: str
 
     def check(self, name: str, stored: IntWeight) -> None:
-        """Refuses integers that the layout cannot hold, by all but their values: they may not be there yet."""
+        """Refuses integers that the layout cannot hold, by all but their values: they may not be
+        there yet."""
         return
 
     @abstractmethod
@@ -30,7 +31,9 @@ class Layout(ABC):
         """quantization_config, after the last matrix."""
 
     def refuse(self, name: str, why: str, fix: str) -> ConfigError:
-        return ConfigError(f"{name} cannot be written as {self.name}: {why}.", fix=fix, param="format")
+        return ConfigError(
+            f"{name} cannot be written as {self.name}: {why}.", fix=fix, param="format"
+        )
 
     def integers(self, name: str, stored: Stored) -> IntWeight:
         if not isinstance(stored, IntWeight):
@@ -39,9 +42,12 @@ class Layout(ABC):
 
 
 def pack(values_NK: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers from 0 on as a stream of bits for each row, the lowest first, in words of 32: int32 [N, ceil(K * bits / 32)]."""
+    """Numbers from 0 on as a stream of bits for each row, the lowest first, in words of 32: int32
+    [N, ceil(K * bits / 32)]."""
     numbers = values_NK.to(torch.uint8).numpy()
-    stream = np.unpackbits(numbers[:, :, None], axis=2, count=bits, bitorder="little").reshape(numbers.shape[0], -1)
+    stream = np.unpackbits(numbers[:, :, None], axis=2, count=bits, bitorder="little").reshape(
+        numbers.shape[0], -1
+    )
     short = -stream.shape[1] % 32
     packed = np.packbits(np.pad(stream, ((0, 0), (0, short))), axis=1, bitorder="little")
     return torch.from_numpy(packed.view("<i4").copy())

@@ -21,9 +21,20 @@ class BitsAndBytes(Layout):
         if isinstance(stored, TableWeight):
             return self._four_bits(name, stored)
         weight = self.integers(name, stored)
-        if weight.bits != 8 or weight.zeros_NG is not None or weight.scales_NG.shape[1] > 1 or weight.act_scale is not None:
-            raise self.refuse(name, "it is neither NF4 nor 8 bits per channel", "Choose --method llm-int8 or nf4.")
-        self._config = {"load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": weight.threshold or 0.0}
+        if (
+            weight.bits != 8
+            or weight.zeros_NG is not None
+            or weight.scales_NG.shape[1] > 1
+            or weight.act_scale is not None
+        ):
+            raise self.refuse(
+                name, "it is neither NF4 nor 8 bits per channel", "Choose --method llm-int8 or nf4."
+            )
+        self._config = {
+            "load_in_8bit": True,
+            "load_in_4bit": False,
+            "llm_int8_threshold": weight.threshold or 0.0,
+        }
         return _bytes(name, weight)
 
     def _four_bits(self, name: str, stored: TableWeight) -> dict[str, torch.Tensor]:
@@ -43,9 +54,18 @@ class BitsAndBytes(Layout):
         }
         is_double = stored.nested_codes is not None
         if is_double:
-            tensors |= {"weight.nested_absmax": stored.nested_largest, "weight.nested_quant_map": stored.nested_table}
-            state |= {"nested_blocksize": stored.nested_block, "nested_dtype": "float32", "nested_offset": stored.nested_offset}
-        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors |= {
+                "weight.nested_absmax": stored.nested_largest,
+                "weight.nested_quant_map": stored.nested_table,
+            }
+            state |= {
+                "nested_blocksize": stored.nested_block,
+                "nested_dtype": "float32",
+                "nested_offset": stored.nested_offset,
+            }
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
         self._config = {
             "load_in_4bit": True,
             "load_in_8bit": False,
@@ -57,7 +77,11 @@ class BitsAndBytes(Layout):
         return {f"{name}.{part}": value for part, value in tensors.items() if value is not None}
 
     def config(self) -> dict[str, Any]:
-        return {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"], **self._config}
+        return {
+            "quant_method": "bitsandbytes",
+            "llm_int8_skip_modules": ["lm_head"],
+            **self._config,
+        }
 
 
 def _bytes(name: str, stored: IntWeight) -> dict[str, torch.Tensor]:

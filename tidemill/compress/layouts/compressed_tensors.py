@@ -18,7 +18,8 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
 
     def __init__(self) -> None:
-        self._groups: dict[str, tuple[dict[str, Any], list[str]]] = {}  # schemes, and the matrices of each
+        # schemes, and the matrices of each
+        self._groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
         if isinstance(stored, Fp8Weight):
@@ -32,15 +33,25 @@ class CompressedTensors(Layout):
 
     def check(self, name: str, stored: IntWeight) -> None:
         if stored.threshold is not None:
-            raise self.refuse(name, "activations above a threshold stay floats", "Choose --format bitsandbytes.")
+            raise self.refuse(
+                name, "activations above a threshold stay floats", "Choose --format bitsandbytes."
+            )
         if stored.groups_K is not None:
-            raise self.refuse(name, "its groups are of columns in another order", "Choose --act-order static or --format gptq.")
+            raise self.refuse(
+                name,
+                "its groups are of columns in another order",
+                "Choose --act-order static or --format gptq.",
+            )
         width = stored.codes_NK.shape[1]
         if stored.group < width and width % stored.group:
             fix = f"Choose a --group that divides {width}, or --format gptq."
-            raise self.refuse(name, f"its {width} columns are no whole groups of {stored.group}", fix)
+            raise self.refuse(
+                name, f"its {width} columns are no whole groups of {stored.group}", fix
+            )
 
-    def _integers(self, name: str, stored: IntWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _integers(
+        self, name: str, stored: IntWeight
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         self.check(name, stored)
         num_out, width = stored.codes_NK.shape
         is_grouped = stored.group < width
@@ -56,20 +67,46 @@ class CompressedTensors(Layout):
         is_bytes = stored.bits == 8 and stored.act_per is not None and stored.zeros_NG is None
         scheme = {"weights": weights, "input_activations": _activations(stored, "int")}
         if is_bytes:
-            return {"weight": stored.codes_NK.to(torch.int8), **scales}, scheme | {"format": "int-quantized"}
+            return {"weight": stored.codes_NK.to(torch.int8), **scales}, scheme | {
+                "format": "int-quantized"
+            }
         codes, zeros = unsigned(stored)
-        tensors = {"weight_packed": pack(codes, stored.bits), "weight_shape": torch.tensor([num_out, width]), **scales}
+        tensors = {
+            "weight_packed": pack(codes, stored.bits),
+            "weight_shape": torch.tensor([num_out, width]),
+            **scales,
+        }
         if stored.zeros_NG is not None:
-            tensors["weight_zero_point"] = pack(zeros.t().contiguous(), stored.bits).t().contiguous()
+            tensors["weight_zero_point"] = (
+                pack(zeros.t().contiguous(), stored.bits).t().contiguous()
+            )
         return tensors, scheme | {"format": "pack-quantized"}
 
-    def _floats(self, name: str, stored: Fp8Weight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        per = "channel" if stored.block_rows == 1 else "tensor" if stored.scales.numel() == 1 else "block"
-        weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": per, "dynamic": False}
+    def _floats(
+        self, name: str, stored: Fp8Weight
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        per = (
+            "channel"
+            if stored.block_rows == 1
+            else "tensor"
+            if stored.scales.numel() == 1
+            else "block"
+        )
+        weights: dict[str, Any] = {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": per,
+            "dynamic": False,
+        }
         if per == "block":
             weights["block_structure"] = [stored.block_rows, stored.block_columns]
         scales = stored.scales.reshape(1) if per == "tensor" else stored.scales
-        scheme = {"weights": weights, "input_activations": _activations(stored, "float"), "format": "float-quantized"}
+        scheme = {
+            "weights": weights,
+            "input_activations": _activations(stored, "float"),
+            "format": "float-quantized",
+        }
         return {"weight": stored.values_NK, "weight_scale": scales.to(torch.float32)}, scheme
 
     def config(self) -> dict[str, Any]:
@@ -93,6 +130,12 @@ def _activations(stored: IntWeight | Fp8Weight, kind: str) -> dict[str, Any] | N
     if stored.act_per is None:
         return None
     if stored.act_scale is not None:
-        return {"num_bits": 8, "type": kind, "strategy": "tensor", "symmetric": True, "dynamic": False}
+        return {
+            "num_bits": 8,
+            "type": kind,
+            "strategy": "tensor",
+            "symmetric": True,
+            "dynamic": False,
+        }
     per = "token" if stored.act_per else "tensor"
     return _DYNAMIC | {"type": kind, "strategy": per}

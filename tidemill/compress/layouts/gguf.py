@@ -1,4 +1,5 @@
-"""A GGUF file of quantized matrices: like the one a model was read from, or of a Hugging Face folder."""
+"""A GGUF file of quantized matrices: like the one a model was read from, or of a Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -39,19 +40,31 @@ class _Entry:
 
 
 class GGUFLayout:
-    """Made before a run, so that what the format cannot hold is refused; written after it, one layer in memory at a time."""
+    """Made before a run, so that what the format cannot hold is refused; written after it, one
+    layer in memory at a time."""
 
     def __init__(self, decoder: Decoder, dtype: str) -> None:
         """`dtype`: of what a folder has as floats; of a GGUF file, that is copied as it is stored."""
         self._decoder, self._source, self._dtype = decoder, decoder.source, dtype
-        self._files = [GGUFFile(part) for part in parts(self._source.path)] if self._source.is_gguf else []
-        self._layers = {name: number for number in range(decoder.num_layers) for name in decoder.tensor_names(number)}
+        self._files = (
+            [GGUFFile(part) for part in parts(self._source.path)] if self._source.is_gguf else []
+        )
+        self._layers = {
+            name: number
+            for number in range(decoder.num_layers)
+            for name in decoder.tensor_names(number)
+        }
         self._described: Described | None = None
         if not self._source.is_gguf:
             names = self._folder_names().items()
-            shapes = {stored: self._source.gguf_shape(stored, decoder.shape_of(own)) for own, stored in names}
+            shapes = {
+                stored: self._source.gguf_shape(stored, decoder.shape_of(own))
+                for own, stored in names
+            }
             self._described = describe(self._source.model_config, self._source.path, shapes)
-            self._described.keys |= vocabulary(self._source.path, self._source.model_config.vocab_size)
+            self._described.keys |= vocabulary(
+                self._source.path, self._source.model_config.vocab_size
+            )
 
     def _folder_names(self) -> dict[str, str]:
         """Hugging Face's names to GGUF's."""
@@ -59,7 +72,9 @@ class GGUFLayout:
         for own in [*names_outside(self._decoder), *self._layers]:
             stored = self._source.gguf_name(own)
             if stored is None:
-                raise CheckpointError(f"GGUF has no name for the tensor {own}.", fix="Choose another --format.")
+                raise CheckpointError(
+                    f"GGUF has no name for the tensor {own}.", fix="Choose another --format."
+                )
             found[own] = stored
         return found
 
@@ -69,13 +84,19 @@ class GGUFLayout:
 
         kinds: Counter[str] = Counter()
         num_values = num_bytes = 0
-        arch = self._described.architecture if self._described else self._files[0].metadata["general.architecture"]
+        arch = (
+            self._described.architecture
+            if self._described
+            else self._files[0].metadata["general.architecture"]
+        )
         writer = gguf.GGUFWriter(work.result, arch)
         for entry in self._entries(work):
             kind = gguf.GGMLQuantizationType[entry.kind]
             block, size = gguf.GGML_QUANT_SIZES[kind]
             nbytes = int(np.prod(entry.shape)) // block * size
-            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+            writer.add_tensor_info(
+                entry.name, entry.shape, np.dtype(np.float32), nbytes, raw_dtype=kind
+            )
             if entry.kind.startswith("Q") and entry.name.startswith("blk."):
                 kinds[entry.kind] += int(np.prod(entry.shape))
         self._write_keys(writer, kinds)
@@ -87,7 +108,10 @@ class GGUFLayout:
             values = entry.make()
             writer.write_tensor_data(values)
             if entry.kind in kinds and entry.name.startswith("blk."):
-                num_values, num_bytes = num_values + int(np.prod(entry.shape)), num_bytes + values.nbytes
+                num_values, num_bytes = (
+                    num_values + int(np.prod(entry.shape)),
+                    num_bytes + values.nbytes,
+                )
         writer.close()
         return num_values, num_bytes
 
@@ -96,7 +120,9 @@ class GGUFLayout:
         entries: list[tuple[str, str, GGUFTensor | None]]
         if self._described is None:
             tensors = [tensor for file in self._files for tensor in file.tensors.values()]
-            entries = [(tensor.name, self._source.hf_name(tensor.name) or "", tensor) for tensor in tensors]
+            entries = [
+                (tensor.name, self._source.hf_name(tensor.name) or "", tensor) for tensor in tensors
+            ]
         else:
             entries = [(stored, own, None) for own, stored in self._folder_names().items()]
             for name, values in self._described.tensors.items():
@@ -108,13 +134,21 @@ class GGUFLayout:
                 at, (stored, changed) = number, from_state(work.tensors(number))
                 if report is not None:
                     report.at(number + 1)
-            matrix = stored.get(own.removesuffix(".weight")) if number >= 0 and own.endswith(".weight") else None
+            matrix = (
+                stored.get(own.removesuffix(".weight"))
+                if number >= 0 and own.endswith(".weight")
+                else None
+            )
             if matrix is not None:
                 yield self._quantized(name, own, matrix)
             elif number >= 0 and own in changed:
-                yield self._plain(name, tuple(changed[own].shape), partial(changed.__getitem__, own))
+                yield self._plain(
+                    name, tuple(changed[own].shape), partial(changed.__getitem__, own)
+                )
             elif copied is not None:
-                yield _Entry(name, copied.type_name, copied.shape, partial(np.ascontiguousarray, copied.raw))
+                yield _Entry(
+                    name, copied.type_name, copied.shape, partial(np.ascontiguousarray, copied.raw)
+                )
             else:
                 yield self._plain(name, self._decoder.shape_of(own), partial(self._read, own))
 
@@ -141,7 +175,11 @@ class GGUFLayout:
             typed = tensor if kind == "F32" else tensor.to(DTYPES[self._dtype])
             if not bool(typed.isfinite().all()):
                 fix = "Give --out-dtype bfloat16 or float32."
-                raise ConfigError(f"Tensor {name} holds values that {self._dtype} does not.", fix=fix, param="out-dtype")
+                raise ConfigError(
+                    f"Tensor {name} holds values that {self._dtype} does not.",
+                    fix=fix,
+                    param="out-dtype",
+                )
             return typed.contiguous().view(torch.uint8).numpy()
 
         return _Entry(name, kind, self._source.gguf_shape(name, shape), make)
@@ -161,7 +199,12 @@ class GGUFLayout:
             found = gguf.GGUFValueType.get_type(value[0] if is_list else value)
             if found == gguf.GGUFValueType.INT32 and not is_list:
                 found = gguf.GGUFValueType.UINT32  # what readers expect of sizes and ids
-            writer.add_key_value(name, value, gguf.GGUFValueType.ARRAY if is_list else found, found if is_list else None)
+            writer.add_key_value(
+                name,
+                value,
+                gguf.GGUFValueType.ARRAY if is_list else found,
+                found if is_list else None,
+            )
 
 
 def _copy_keys(writer: Any, path: Path) -> None:

@@ -20,14 +20,17 @@ TYPES = {
     "Q5_K": Grid(5, 32, symmetric=False, offsets=True, steps=63),
     "Q6_K": Grid(6, 16, symmetric=True, steps=127),
 }
-_INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of matrices without whole blocks of 256, as llama.cpp does it
+# of matrices without whole blocks of 256, as llama.cpp does it
+_INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _BY_GRID = {(grid.bits, grid.symmetric, bool(grid.steps)): name for name, grid in TYPES.items()}
 
 
 def grid_of(kind: str, width: int) -> Grid:
     """The grid of a matrix of so many columns."""
     if kind not in TYPES:
-        raise ConfigError(f"--type {kind} cannot be written.", fix=f"Choose {', '.join(TYPES)}.", param="type")
+        raise ConfigError(
+            f"--type {kind} cannot be written.", fix=f"Choose {', '.join(TYPES)}.", param="type"
+        )
     return TYPES[kind if width % SUPER == 0 else _INSTEAD.get(kind, kind)]
 
 
@@ -39,8 +42,14 @@ def block_type(name: str, stored: Stored) -> str:
     elif (stored.bits, stored.zeros_NG is None, stored.steps is not None) not in _BY_GRID:
         why = f"no type has {stored.bits} bits {'without' if stored.zeros_NG is None else 'with'} an offset"
     elif stored.groups_K is not None or stored.act_per is not None:
-        why = "its columns are not in order" if stored.groups_K is not None else "its activations are quantized"
-    elif stored.codes_NK.shape[1] % _BLOCK or (stored.group % 16 and stored.group < stored.codes_NK.shape[1]):
+        why = (
+            "its columns are not in order"
+            if stored.groups_K is not None
+            else "its activations are quantized"
+        )
+    elif stored.codes_NK.shape[1] % _BLOCK or (
+        stored.group % 16 and stored.group < stored.codes_NK.shape[1]
+    ):
         why = f"its {stored.codes_NK.shape[1]} columns in groups of {stored.group} are no whole blocks of {_BLOCK}"
     elif stored.steps is None and stored.group % _BLOCK and stored.group < stored.codes_NK.shape[1]:
         why = f"its groups of {stored.group} are no whole blocks of {_BLOCK}"
@@ -66,10 +75,17 @@ def _simple(stored: IntWeight) -> np.ndarray:
     pieces: list[np.ndarray] = [_bytes(scales)]
     codes = stored.codes_NK
     if stored.zeros_NG is not None:
-        pieces.append(_bytes((-stored.zeros_NG[:, index].float() * scales.float()).to(torch.float16)))
+        pieces.append(
+            _bytes((-stored.zeros_NG[:, index].float() * scales.float()).to(torch.float16))
+        )
     elif stored.bits < 8:
         codes = codes + 2 ** (stored.bits - 1)
-    numbers = codes.to(torch.int8 if stored.bits == 8 else torch.uint8).numpy().view(np.uint8).reshape(num_out, -1, _BLOCK)
+    numbers = (
+        codes.to(torch.int8 if stored.bits == 8 else torch.uint8)
+        .numpy()
+        .view(np.uint8)
+        .reshape(num_out, -1, _BLOCK)
+    )
     if stored.bits == 8:
         return np.concatenate([*pieces, numbers], axis=2).reshape(num_out, -1)
     if stored.bits == 5:
@@ -100,14 +116,17 @@ def _with_offsets(stored: IntWeight) -> np.ndarray:
 
 
 def _six_bits(stored: IntWeight) -> np.ndarray:
-    """Q6_K: 16 groups of 16. Of each half, a byte has the low bits of values that are 64 apart, and the high ones of four."""
+    """Q6_K: 16 groups of 16. Of each half, a byte has the low bits of values that are 64 apart, and
+    the high ones of four."""
     num_out = stored.codes_NK.shape[0]
     unit, scales = _counts(stored.scales_NG, stored)
     codes = (stored.codes_NK + 32).to(torch.uint8).numpy().reshape(num_out, -1, 2, 4, 32)
     low, high = codes & 15, codes >> 4
     pieces = [
         (low[:, :, :, :2] | low[:, :, :, 2:] << 4).reshape(num_out, -1, 128),
-        (high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6).reshape(num_out, -1, 64),
+        (
+            high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
+        ).reshape(num_out, -1, 64),
         scales,
         _bytes(unit),
     ]
@@ -115,7 +134,8 @@ def _six_bits(stored: IntWeight) -> np.ndarray:
 
 
 def _counts(values_NG: torch.Tensor, stored: IntWeight) -> tuple[torch.Tensor, np.ndarray]:
-    """The unit of each 256 columns, float16 [N, S], and how often it is in each group's value, uint8 [N, S, groups]."""
+    """The unit of each 256 columns, float16 [N, S], and how often it is in each group's value,
+    uint8 [N, S, groups]."""
     assert stored.steps is not None
     parts = values_NG.view(values_NG.shape[0], -1, SUPER // stored.group)
     units = half(parts.amax(2, keepdim=True) / stored.steps)

@@ -1,4 +1,5 @@
-"""GOBO's layout, which is our own: codes as a stream of bits, centroids, and outliers with their places."""
+"""GOBO's layout, which is our own: codes as a stream of bits, centroids, and outliers with their
+places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The layouts of GPTQ and AWQ: an input feature a row, eight 4-bit codes a word, zero points and scales of groups."""
+"""The layouts of GPTQ and AWQ: an input feature a row, eight 4-bit codes a word, zero points and
+scales of groups."""
 
 from __future__ import annotations
 
@@ -22,13 +23,23 @@ class _Grouped(Layout):
 
     def check(self, name: str, stored: IntWeight) -> None:
         if stored.bits not in self.bits:
-            raise self.refuse(name, f"it has {stored.bits} bits", f"Choose --bits {' or '.join(map(str, self.bits))}.")
+            raise self.refuse(
+                name,
+                f"it has {stored.bits} bits",
+                f"Choose --bits {' or '.join(map(str, self.bits))}.",
+            )
         if stored.act_scale is not None or stored.threshold is not None:
-            raise self.refuse(name, "its activations are quantized", "Choose --format compressed-tensors.")
+            raise self.refuse(
+                name, "its activations are quantized", "Choose --format compressed-tensors."
+            )
         num_out, width = stored.codes_NK.shape
         for what, size in (("rows", num_out), ("columns", width)):
             if size * stored.bits % 32:
-                raise self.refuse(name, f"its {size} {what} are no whole words of 32 bits", "Choose --format compressed-tensors.")
+                raise self.refuse(
+                    name,
+                    f"its {size} {what} are no whole words of 32 bits",
+                    "Choose --format compressed-tensors.",
+                )
         if stored.group < width:
             self._seen.add((stored.bits, stored.group))
         else:
@@ -37,10 +48,15 @@ class _Grouped(Layout):
         self._size()
 
     def _size(self) -> tuple[int, int]:
-        """Bits and group size of all matrices. Rows that fit one group have one scale in either case."""
+        """Bits and group size of all matrices. Rows that fit one group have one scale in either
+        case."""
         group = max((size for _, size in self._seen), default=-1)
         if len(self._bits) > 1 or len(self._seen) > 1 or (self._seen and self._widest > group):
-            raise self.refuse("A model", "bits or groups of its matrices differ", "Choose --format compressed-tensors.")
+            raise self.refuse(
+                "A model",
+                "bits or groups of its matrices differ",
+                "Choose --format compressed-tensors.",
+            )
         return min(self._bits), group
 
 
@@ -91,7 +107,9 @@ class AWQLayout(_Grouped):
         width = stored.codes_NK.shape[1]
         if width % min(stored.group, width):
             fix = f"Choose a --group that divides {width}, or --format gptq."
-            raise self.refuse(name, f"its {width} columns are no whole groups of {stored.group}", fix)
+            raise self.refuse(
+                name, f"its {width} columns are no whole groups of {stored.group}", fix
+            )
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
         weight = self.integers(name, stored)

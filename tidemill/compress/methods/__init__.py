@@ -24,7 +24,11 @@ METHODS = {
 
 def method_class(name: str) -> type[Method]:
     if name not in METHODS:
-        raise ConfigError(f"--method {name} is not known.", fix=f"Choose {', '.join(METHODS)}.", param="method")
+        raise ConfigError(
+            f"--method {name} is not known.", fix=f"Choose {', '.join(METHODS)}.", param="method"
+        )
     module, _, cls = METHODS[name].partition(":")
-    found: type[Method] = getattr(importlib.import_module(f"tidemill.compress.methods.{module}"), cls)
+    found: type[Method] = getattr(
+        importlib.import_module(f"tidemill.compress.methods.{module}"), cls
+    )
     return found

@@ -1,5 +1,5 @@
-"""AWQ: input features with large activations are scaled up before rounding, so that their weights lose less; ranges are clipped
-where that helps."""
+"""AWQ: input features with large activations are scaled up before rounding, so that their weights
+lose less; ranges are clipped where that helps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ _NOT_CLIPPED = (
 
 class AWQ(Method):
     name = "awq"
-    defaults: ClassVar[dict[str, Any]] = {"bits": 4, "group": 128, "weights": GROUP, "symmetric": False, "clip": True}
+    defaults: ClassVar[dict[str, Any]] = {
+        "bits": 4,
+        "group": 128,
+        "weights": GROUP,
+        "symmetric": False,
+        "clip": True,
+    }
     formats = ("awq", "compressed-tensors", "gptq", "gguf")
     uses_text = True
 
@@ -45,7 +51,9 @@ class AWQ(Method):
         for name, module in job.linears.items():
             matrix, grid = matrix_of(module), self.grid(name)
             is_clipped = self["clip"] and grid.group >= 0 and not name.endswith(_NOT_CLIPPED)
-            stored[name] = quantize(matrix, grid, clipped(matrix, grid, found[name]) if is_clipped else None)
+            stored[name] = quantize(
+                matrix, grid, clipped(matrix, grid, found[name]) if is_clipped else None
+            )
         return stored, changed
 
     def _search(self, job: LayerJob, fold: Fold, found: dict[str, Inputs]) -> torch.Tensor | None:
@@ -65,7 +73,9 @@ class AWQ(Method):
                 best, least = scales, error
         return best
 
-    def _error(self, matrices: dict[str, torch.Tensor], inputs: Inputs, scales_K: torch.Tensor) -> float:
+    def _error(
+        self, matrices: dict[str, torch.Tensor], inputs: Inputs, scales_K: torch.Tensor
+    ) -> float:
         total = 0.0
         for name, matrix in matrices.items():
             values = rounded(matrix * scales_K, self.grid(name)) / scales_K
@@ -86,7 +96,9 @@ def clipped(matrix_NK: torch.Tensor, grid: Grid, inputs: Inputs) -> torch.Tensor
         of_groups = torch.empty_like(best)
         for group in range(num_groups):
             part = slice(group * width, (group + 1) * width)
-            of_groups[:, group] = ((error[:, part] @ inputs.moments_KK[part, part]) * error[:, part]).sum(1)
+            of_groups[:, group] = (
+                (error[:, part] @ inputs.moments_KK[part, part]) * error[:, part]
+            ).sum(1)
         is_better = of_groups < least
         best, least = torch.where(is_better, tried, best), torch.where(is_better, of_groups, least)
     return best

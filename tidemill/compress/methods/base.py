@@ -29,7 +29,10 @@ def between(low: float, high: float) -> tuple[Check, str]:
 # What options may be, whichever method takes them.
 CHECKS: dict[str, tuple[Check, str]] = {
     "bits": between(2, 8),
-    "group": (lambda value: value >= 8 and value % 8 == 0 and value <= 2**16, "a multiple of 8, at least 8"),
+    "group": (
+        lambda value: value >= 8 and value % 8 == 0 and value <= 2**16,
+        "a multiple of 8, at least 8",
+    ),
     "weights": among(TENSOR, CHANNEL, GROUP, "block"),
     "symmetric": among(True, False),
     "activations": among(NONE, TENSOR, TOKEN),
@@ -60,21 +63,30 @@ class Method(ABC):
         for key, value in options.items():
             if key not in self.defaults:
                 takes = ", ".join(_flag(option) for option in self.defaults)
-                raise ConfigError(f"{_flag(key)} is no option of {self.name}.", fix=f"It takes {takes}.", param=key)
+                raise ConfigError(
+                    f"{_flag(key)} is no option of {self.name}.",
+                    fix=f"It takes {takes}.",
+                    param=key,
+                )
             check, allowed = self.limits.get(key, CHECKS[key])
             if not check(value):
-                raise ConfigError(f"{_flag(key)} is {value}.", fix=f"It must be {allowed}.", param=key)
+                raise ConfigError(
+                    f"{_flag(key)} is {value}.", fix=f"It must be {allowed}.", param=key
+                )
         self.options: dict[str, Any] = self.defaults | options
         self.bits_of = bits_of or {}
         self.grids: dict[str, Grid] = {}  # of matrices that options do not decide
-        self.has_offsets = False  # whether groups that are not symmetric begin anywhere, not at a multiple of their scale
+        # whether groups that are not symmetric begin anywhere, not at a multiple of their scale
+        self.has_offsets = False
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]
 
     @property
     def needs_text(self) -> bool:
-        return self.uses_text or (bool(self.options.get("static")) and self.options.get("activations") == TENSOR)
+        return self.uses_text or (
+            bool(self.options.get("static")) and self.options.get("activations") == TENSOR
+        )
 
     @property
     def needs_truth(self) -> bool:
@@ -97,8 +109,12 @@ class Method(ABC):
         grid, activations = self.grid(name), self.options.get("activations", NONE)
         width = grid.width(shape[1])
         empty = torch.empty(shape, device="meta")
-        weight = IntWeight(grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty)
-        weight.groups_K = empty if self.options.get("act_order") == "group" and grid.group > 0 else None
+        weight = IntWeight(
+            grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty
+        )
+        weight.groups_K = (
+            empty if self.options.get("act_order") == "group" and grid.group > 0 else None
+        )
         weight.threshold, weight.steps = self.options.get("threshold"), grid.steps or None
         with_activations(weight, activations, 1.0 if self.options.get("static") else None, 127)
         return weight
@@ -119,7 +135,8 @@ class Method(ABC):
 
 
 def activations_of(stored: Stored) -> Quantizer | None:
-    """The quantizer that a linear's activations go through when the matrix is served; None: nothing."""
+    """The quantizer that a linear's activations go through when the matrix is served; None:
+    nothing."""
     if isinstance(stored, IntWeight) and stored.act_per is not None:
         per_token, scale, threshold = bool(stored.act_per), stored.act_scale, stored.threshold
         return lambda x: fake_activations(x, per_token, scale, threshold)
@@ -129,7 +146,9 @@ def activations_of(stored: Stored) -> Quantizer | None:
     return None
 
 
-def with_activations(weight: IntWeight | Fp8Weight, activations: str, largest: float | None, most: int) -> None:
+def with_activations(
+    weight: IntWeight | Fp8Weight, activations: str, largest: float | None, most: int
+) -> None:
     """`largest`: absolute value of the calibration text's activations, if their scale is static."""
     if activations == NONE:
         return

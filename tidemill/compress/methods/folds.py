@@ -1,4 +1,5 @@
-"""Scales of a linear's input features, folded into what comes before it: a norm, or a linear without a nonlinearity between."""
+"""Scales of a linear's input features, folded into what comes before it: a norm, or a linear
+without a nonlinearity between."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _OF_MLP = ("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "c_fc")
 
 @dataclass(slots=True)
 class Fold:
-    """`before` gives the inputs of `linears`. Where several heads of the inputs come from one of `before` (grouped-query
-    attention), their scales must be alike: `shared` averages them."""
+    """`before` gives the inputs of `linears`. Where several heads of the inputs come from one of
+    `before` (grouped-query attention), their scales must be alike: `shared` averages them."""
 
     before: nn.Module
     linears: list[str]
@@ -34,7 +35,8 @@ class Fold:
         return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
 
     def apply(self, job: LayerJob, scales_K: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Columns times the scales, rows before divided by them. What was changed besides matrices, by stored name."""
+        """Columns times the scales, rows before divided by them. What was changed besides matrices,
+        by stored name."""
         for name in self.linears:
             module = job.linears[name]
             set_matrix(module, matrix_of(module) * scales_K)
@@ -99,4 +101,7 @@ def folds(job: LayerJob) -> Iterator[Fold]:
 
 def _is_gated(job: LayerJob, linears: dict[str, str]) -> bool:
     """Something between the values and the output projection that is not attention."""
-    return matrix_of(job.linears[linears["q_proj"]]).shape[0] != matrix_of(job.linears[linears["o_proj"]]).shape[1]
+    return (
+        matrix_of(job.linears[linears["q_proj"]]).shape[0]
+        != matrix_of(job.linears[linears["o_proj"]]).shape[1]
+    )

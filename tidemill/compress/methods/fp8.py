@@ -28,7 +28,12 @@ class FP8(Method):
         stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
             weight = to_fp8(matrix_of(module), self["weights"])
-            with_activations(weight, self["activations"], found[name].largest if name in found else None, int(MOST))
+            with_activations(
+                weight,
+                self["activations"],
+                found[name].largest if name in found else None,
+                int(MOST),
+            )
             stored[name] = weight
         return stored, {}
 
@@ -39,7 +44,9 @@ def to_fp8(matrix_NK: torch.Tensor, per: str) -> Fp8Weight:
     num_rows, num_columns = -(-num_out // rows), -(-width // columns)
     padded = torch.zeros(num_rows * rows, num_columns * columns, device=matrix_NK.device)
     padded[:num_out, :width] = matrix_NK
-    scales = (padded.abs().view(num_rows, rows, num_columns, columns).amax((1, 3)) / MOST).clamp(min=1e-12)
+    scales = (padded.abs().view(num_rows, rows, num_columns, columns).amax((1, 3)) / MOST).clamp(
+        min=1e-12
+    )
     wide = scales.repeat_interleave(rows, 0)[:num_out].repeat_interleave(columns, 1)[:, :width]
     values = (matrix_NK / wide).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     return Fp8Weight(values, scales, rows, columns)

@@ -1,4 +1,5 @@
-"""GOBO: values of a matrix are nearly Gaussian. Those that are not are kept; the others become the nearest of a few centroids."""
+"""GOBO: values of a matrix are nearly Gaussian. Those that are not are kept; the others become the
+nearest of a few centroids."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ class GOBO(Method):
     formats = ("gobo",)
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
-        return {name: gobo(matrix_of(module), self.grid(name).bits) for name, module in job.linears.items()}, {}
+        return {
+            name: gobo(matrix_of(module), self.grid(name).bits)
+            for name, module in job.linears.items()
+        }, {}
 
 
 def gobo(matrix_NK: torch.Tensor, bits: int) -> CentroidWeight:
@@ -35,7 +39,13 @@ def gobo(matrix_NK: torch.Tensor, bits: int) -> CentroidWeight:
     centroids = find_centroids(values[~is_outlier], 2**bits)
     codes = nearest(values, centroids)
     places = is_outlier.nonzero()[:, 0].int()
-    return CentroidWeight(bits, codes.to(torch.uint8).view(matrix_NK.shape), centroids, places, values[is_outlier].clone())
+    return CentroidWeight(
+        bits,
+        codes.to(torch.uint8).view(matrix_NK.shape),
+        centroids,
+        places,
+        values[is_outlier].clone(),
+    )
 
 
 def nearest(values: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -43,21 +53,31 @@ def nearest(values: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def find_centroids(values: torch.Tensor, num: int) -> torch.Tensor:
-    """First the means of parts of equal size; then means of the values nearest to each, while absolute errors fall."""
+    """First the means of parts of equal size; then means of the values nearest to each, while
+    absolute errors fall."""
     ordered = values.sort().values
     if ordered.numel() < num:
-        ordered = torch.cat([ordered, torch.zeros(num - ordered.numel(), device=values.device)]).sort().values
-    sums = torch.cat([torch.zeros(1, dtype=torch.float64, device=values.device), ordered.double().cumsum(0)])
+        ordered = (
+            torch.cat([ordered, torch.zeros(num - ordered.numel(), device=values.device)])
+            .sort()
+            .values
+        )
+    sums = torch.cat(
+        [torch.zeros(1, dtype=torch.float64, device=values.device), ordered.double().cumsum(0)]
+    )
     edges = torch.linspace(0, ordered.numel(), num + 1, device=values.device).long()
     centroids = _means(sums, edges, None)
     best, least = centroids, torch.inf
     for _ in range(_MAX_ROUNDS):
         middle = torch.searchsorted(ordered, (centroids[1:] + centroids[:-1]) / 2)
         edges = torch.cat([middle.new_zeros(1), middle, middle.new_tensor([ordered.numel()])])
-        at = torch.searchsorted(ordered, centroids)  # within each part, where values pass its centroid
+        # within each part, where values pass its centroid
+        at = torch.searchsorted(ordered, centroids)
         at = torch.maximum(torch.minimum(at, edges[1:]), edges[:-1])
         below, above = at - edges[:-1], edges[1:] - at
-        error = (centroids * (below - above) - 2 * sums[at] + sums[edges[:-1]] + sums[edges[1:]]).sum()
+        error = (
+            centroids * (below - above) - 2 * sums[at] + sums[edges[:-1]] + sums[edges[1:]]
+        ).sum()
         if float(error) >= least:
             break
         best, least = centroids, float(error)

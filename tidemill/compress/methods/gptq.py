@@ -1,4 +1,5 @@
-"""GPTQ: columns are rounded one after the other, and what each rounding adds to outputs is taken back by the columns to come."""
+"""GPTQ: columns are rounded one after the other, and what each rounding adds to outputs is taken
+back by the columns to come."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _MAX_TRIES = 6
 
 
 class GPTQ(Method):
-    """`act_order`: columns with the largest inputs first. "static": groups and their scales stay those of neighbours, which costs
-    nothing when served; "group": groups are of columns in that order."""
+    """`act_order`: columns with the largest inputs first. "static": groups and their scales stay
+    those of neighbours, which costs nothing when served; "group": groups are of columns in that
+    order."""
 
     name = "gptq"
     defaults: ClassVar[dict[str, Any]] = {
@@ -40,17 +42,25 @@ class GPTQ(Method):
             key = id(moments), self["act_order"] != "off"
             if key not in factors:
                 factors = {key: factor(moments, key[1], self["damping"])}
-            stored[name] = gptq(matrix_of(module), *factors[key], self.grid(name), self["act_order"])
+            stored[name] = gptq(
+                matrix_of(module), *factors[key], self.grid(name), self["act_order"]
+            )
         return stored, {}
 
 
-def factor(moments_KK: torch.Tensor, is_ordered: bool, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of columns, and the upper Cholesky factor of the inverse of the damped moments in that order. Inputs that are
-    always 0 do not matter: their diagonal becomes 1."""
+def factor(
+    moments_KK: torch.Tensor, is_ordered: bool, damping: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of columns, and the upper Cholesky factor of the inverse of the damped moments in
+    that order. Inputs that are always 0 do not matter: their diagonal becomes 1."""
     moments = moments_KK.clone()
     diagonal = moments.diagonal()
     diagonal[diagonal == 0] = 1.0
-    order = torch.argsort(diagonal, descending=True, stable=True) if is_ordered else torch.arange(diagonal.numel())
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if is_ordered
+        else torch.arange(diagonal.numel())
+    )
     order = order.to(moments.device)
     moments = moments[order][:, order]
     added = damping * float(moments.diagonal().mean())
@@ -64,11 +74,18 @@ def factor(moments_KK: torch.Tensor, is_ordered: bool, damping: float) -> tuple[
                 return order, upper
         added = max(10 * added, 1e-6 * float(moments.diagonal().mean()))
     raise CalibrationError(
-        "The calibration text's activations have no Cholesky factor.", fix="Give more text, or more --damping."
+        "The calibration text's activations have no Cholesky factor.",
+        fix="Give more text, or more --damping.",
     )
 
 
-def gptq(matrix_NK: torch.Tensor, order_K: torch.Tensor, upper_KK: torch.Tensor, grid: Grid, act_order: str) -> IntWeight:
+def gptq(
+    matrix_NK: torch.Tensor,
+    order_K: torch.Tensor,
+    upper_KK: torch.Tensor,
+    grid: Grid,
+    act_order: str,
+) -> IntWeight:
     num_in, width = matrix_NK.shape[1], grid.width(matrix_NK.shape[1])
     rest = matrix_NK[:, order_K].clone()
     codes = torch.empty_like(rest)

@@ -42,14 +42,17 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
     def see(name: str, x_TK: torch.Tensor) -> None:
         nonlocal last, owner
         is_last = (x_TK.data_ptr(), x_TK.shape) == (last.data_ptr(), last.shape)
-        if is_last and (name not in inputs or inputs[name] is inputs[owner]):  # what the linear before got, too
+        # what the linear before got, too
+        if is_last and (name not in inputs or inputs[name] is inputs[owner]):
             inputs[name] = inputs[owner]
             return
         last, owner = x_TK, name
         largest, mean = x_TK.abs().amax(0), x_TK.abs().sum(0)
         if name not in inputs:
             zeros = torch.zeros_like(mean)
-            square = torch.zeros(mean.numel(), mean.numel(), device=mean.device) if moments else None
+            square = (
+                torch.zeros(mean.numel(), mean.numel(), device=mean.device) if moments else None
+            )
             inputs[name] = Inputs(0, zeros, zeros, zeros, square, x_TK[:0])
         own = inputs[name]
         own.num_tokens += x_TK.shape[0]
@@ -69,7 +72,10 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
         )
     for name, own in {id(own): (name, own) for name, own in inputs.items()}.values():
         if not bool(own.mean_K.isfinite().all()):
-            raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")
+            raise CalibrationError(
+                f"Inputs of {name} are not finite.",
+                fix="Is the checkpoint whole? Try tidemill generate.",
+            )
         own.mean_K = own.mean_K / max(own.num_tokens, 1)
     return inputs
 
@@ -77,4 +83,6 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
 def output_error(error_NK: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """The mean square of what this error of a matrix adds to an output."""
     assert inputs.moments_KK is not None
-    return ((error_NK @ inputs.moments_KK) * error_NK).sum() / (inputs.num_tokens * error_NK.shape[0])
+    return ((error_NK @ inputs.moments_KK) * error_NK).sum() / (
+        inputs.num_tokens * error_NK.shape[0]
+    )

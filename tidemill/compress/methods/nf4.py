@@ -1,5 +1,5 @@
-"""NF4: sixteen numbers that a Gaussian's values are nearest to, times the largest absolute value of 64 consecutive ones, which
-may be quantized to 8 bits itself."""
+"""NF4: sixteen numbers that a Gaussian's values are nearest to, times the largest absolute value of
+64 consecutive ones, which may be quantized to 8 bits itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class NF4(Method):
     formats = ("bitsandbytes",)
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
-        return {name: nf4(matrix_of(module), self["group"], self["double"]) for name, module in job.linears.items()}, {}
+        return {
+            name: nf4(matrix_of(module), self["group"], self["double"])
+            for name, module in job.linears.items()
+        }, {}
 
 
 def nf4(matrix_NK: torch.Tensor, block: int, is_double: bool) -> TableWeight:
@@ -42,14 +45,26 @@ def nf4(matrix_NK: torch.Tensor, block: int, is_double: bool) -> TableWeight:
     if is_double:
         offset = largest.mean()
         shifted = largest - offset
-        parts = torch.cat([shifted, shifted.new_zeros(-shifted.numel() % _NESTED_BLOCK)]).view(-1, _NESTED_BLOCK)
+        parts = torch.cat([shifted, shifted.new_zeros(-shifted.numel() % _NESTED_BLOCK)]).view(
+            -1, _NESTED_BLOCK
+        )
         of_parts = parts.abs().amax(1).clamp(min=1e-12)
         table = dynamic_table().to(flat.device)
         codes = nearest(parts / of_parts[:, None], table).view(-1)[: largest.numel()]
-        weight.largest, weight.nested_codes, weight.nested_table = None, codes.to(torch.uint8), table
-        weight.nested_largest, weight.nested_block, weight.nested_offset = of_parts, _NESTED_BLOCK, float(offset)
+        weight.largest, weight.nested_codes, weight.nested_table = (
+            None,
+            codes.to(torch.uint8),
+            table,
+        )
+        weight.nested_largest, weight.nested_block, weight.nested_offset = (
+            of_parts,
+            _NESTED_BLOCK,
+            float(offset),
+        )
     scaled = padded / weight.of_blocks()[:, None]
-    weight.codes_NK = nearest(scaled, weight.table).to(torch.uint8).view(-1)[: flat.numel()].view(matrix_NK.shape)
+    weight.codes_NK = (
+        nearest(scaled, weight.table).to(torch.uint8).view(-1)[: flat.numel()].view(matrix_NK.shape)
+    )
     return weight
 
 
@@ -58,7 +73,8 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def dynamic_table() -> torch.Tensor:
-    """256 numbers from -1 to 1: a sign, a decimal exponent in unary, and the fraction in the bits that are left."""
+    """256 numbers from -1 to 1: a sign, a decimal exponent in unary, and the fraction in the bits
+    that are left."""
     values = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
         edges = torch.linspace(0.1, 1.0, 2**exponent + 1, dtype=torch.float64)

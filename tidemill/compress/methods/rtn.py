@@ -26,14 +26,17 @@ class RoundToNearest(Method):
         stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
             weight = quantize(matrix_of(module), self.grid(name))
-            with_activations(weight, self["activations"], found[name].largest if name in found else None, 127)
+            with_activations(
+                weight, self["activations"], found[name].largest if name in found else None, 127
+            )
             weight.threshold = self.options.get("threshold")
             stored[name] = weight
         return stored, {}
 
 
 class LLMInt8(RoundToNearest):
-    """Rows and tokens in 8 bits; of a token, values of at least the threshold are multiplied as they are."""
+    """Rows and tokens in 8 bits; of a token, values of at least the threshold are multiplied as
+    they are."""
 
     name = "llm-int8"
     defaults: ClassVar[dict[str, Any]] = {"threshold": 6.0}

@@ -1,4 +1,5 @@
-"""SmoothQuant: what makes activations hard to round is moved into weights, as far as that helps both; then 8 bits for each."""
+"""SmoothQuant: what makes activations hard to round is moved into weights, as far as that helps
+both; then 8 bits for each."""
 
 from __future__ import annotations
 
@@ -19,11 +20,20 @@ _SAMPLES = 512
 
 
 class SmoothQuant(Method):
-    """`alpha`: how much of the activations' range moves; searched for every fold unless it is given."""
+    """`alpha`: how much of the activations' range moves; searched for every fold unless it is
+    given."""
 
     name = "smoothquant"
-    defaults: ClassVar[dict[str, Any]] = {"weights": CHANNEL, "activations": TENSOR, "static": True, "alpha": None}
-    limits: ClassVar[dict[str, Any]] = {"activations": among(TENSOR, TOKEN), "weights": among(TENSOR, CHANNEL)}
+    defaults: ClassVar[dict[str, Any]] = {
+        "weights": CHANNEL,
+        "activations": TENSOR,
+        "static": True,
+        "alpha": None,
+    }
+    limits: ClassVar[dict[str, Any]] = {
+        "activations": among(TENSOR, TOKEN),
+        "weights": among(TENSOR, CHANNEL),
+    }
     formats = ("compressed-tensors",)
     uses_text = True
 
@@ -32,7 +42,9 @@ class SmoothQuant(Method):
         changed: dict[str, torch.Tensor] = {}
         for fold in folds(job):
             if is_linear(fold.before):
-                continue  # as in the paper: inputs of attention and of the feed-forward block, which come from norms
+                # as in the paper: inputs of attention and of the feed-forward block, which come
+                # from norms
+                continue
             scales = self._search(job, fold, found)
             if scales is not None:
                 changed |= fold.apply(job, scales)
@@ -41,7 +53,9 @@ class SmoothQuant(Method):
         for name, module in job.linears.items():
             weight = quantize(matrix_of(module), self.grid(name))
             is_static = self["static"] and self["activations"] == TENSOR
-            with_activations(weight, self["activations"], found[name].largest if is_static else None, 127)
+            with_activations(
+                weight, self["activations"], found[name].largest if is_static else None, 127
+            )
             stored[name] = weight
         return stored, changed
 
@@ -51,7 +65,11 @@ class SmoothQuant(Method):
         matrix = torch.cat([matrix_of(job.linears[name]) for name in fold.linears])
         of_weights = fold.shared(matrix.abs().amax(0)).clamp(min=1e-5)
         best = None
-        least = self._error(matrix, inputs, torch.ones_like(largest)) if self["alpha"] is None else torch.inf
+        least = (
+            self._error(matrix, inputs, torch.ones_like(largest))
+            if self["alpha"] is None
+            else torch.inf
+        )
         for alpha in _TRIED if self["alpha"] is None else [self["alpha"]]:
             scales = (largest**alpha / of_weights ** (1 - alpha)).clamp(1e-5, 1e5)
             error = self._error(matrix, inputs, scales)
@@ -60,10 +78,17 @@ class SmoothQuant(Method):
         return best
 
     def _error(self, matrix_NK: torch.Tensor, inputs: Inputs, scales_K: torch.Tensor) -> float:
-        """The error of a sample's outputs, both sides rounded, relative to each token's output: a few tokens with huge
-        activations would decide alone otherwise."""
+        """The error of a sample's outputs, both sides rounded, relative to each token's output: a
+        few tokens with huge activations would decide alone otherwise."""
         x_TK, per_token = inputs.sample_TK / scales_K, self["activations"] == TOKEN
-        static = float((inputs.largest_K / scales_K).max()) / 127 if self["static"] and not per_token else None
-        out = fake_activations(x_TK, per_token, static) @ rounded(matrix_NK * scales_K, self.grid("")).t()
+        static = (
+            float((inputs.largest_K / scales_K).max()) / 127
+            if self["static"] and not per_token
+            else None
+        )
+        out = (
+            fake_activations(x_TK, per_token, static)
+            @ rounded(matrix_NK * scales_K, self.grid("")).t()
+        )
         true = inputs.sample_TK @ matrix_NK.t()
         return float(((out - true).square().sum(1) / true.square().sum(1).clamp(min=1e-12)).mean())

@@ -1,4 +1,5 @@
-"""Ternary weights as BitNet b1.58 has them: -1, 0 or 1 times the matrix's mean absolute value; layers may be trained for it."""
+"""Ternary weights as BitNet b1.58 has them: -1, 0 or 1 times the matrix's mean absolute value;
+layers may be trained for it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tidemill.compress.walk import LayerJob
 
 
 class Ternary(Method):
-    """`steps` of quantization-aware training of each layer; 0: none. `group`: columns that share a scale, if not the matrix."""
+    """`steps` of quantization-aware training of each layer; 0: none. `group`: columns that share a
+    scale, if not the matrix."""
 
     name = "ternary"
     defaults: ClassVar[dict[str, Any]] = {
@@ -34,8 +36,14 @@ class Ternary(Method):
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         if self["steps"]:
-            rounding = {name: lambda matrix: _fake(matrix, self._width(matrix)) for name in job.linears}
-            act = {} if self["activations"] == NONE else {name: lambda x: fake_activations(x, True) for name in job.linears}
+            rounding = {
+                name: lambda matrix: _fake(matrix, self._width(matrix)) for name in job.linears
+            }
+            act = (
+                {}
+                if self["activations"] == NONE
+                else {name: lambda x: fake_activations(x, True) for name in job.linears}
+            )
             tune(job, rounding, act, self["steps"], self["rate"])
         stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
@@ -54,7 +62,9 @@ def ternary(matrix_NK: torch.Tensor, width: int) -> IntWeight:
     num_out, num_in = matrix_NK.shape
     own = num_in if width < 0 else width
     index = torch.arange(num_in, device=matrix_NK.device) // own
-    sums = torch.zeros(num_out, int(index[-1]) + 1, device=matrix_NK.device).index_add_(1, index, matrix_NK.abs())
+    sums = torch.zeros(num_out, int(index[-1]) + 1, device=matrix_NK.device).index_add_(
+        1, index, matrix_NK.abs()
+    )
     scales = sums / torch.bincount(index)
     if width < 0:
         scales = scales.mean().expand_as(scales)

@@ -1,4 +1,5 @@
-"""Layer-by-layer distillation: weights of a layer are trained through rounding until its outputs are the original's."""
+"""Layer-by-layer distillation: weights of a layer are trained through rounding until its outputs
+are the original's."""
 
 from __future__ import annotations
 
@@ -16,16 +17,28 @@ from tidemill.compress.walk import LayerJob, Quantizer
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # of a matrix; gradients pass
 
 
-def tune(job: LayerJob, rounding: Mapping[str, Rounding], act: Mapping[str, Quantizer], steps: int, rate: float) -> None:
-    """Changes the layer's matrices, so that rounded ones give outputs closer to the original model's: `job.target`. What is not
-    better on the whole calibration text is not kept. `rate`: of a matrix's mean absolute value, at the first step."""
+def tune(
+    job: LayerJob,
+    rounding: Mapping[str, Rounding],
+    act: Mapping[str, Quantizer],
+    steps: int,
+    rate: float,
+) -> None:
+    """Changes the layer's matrices, so that rounded ones give outputs closer to the original
+    model's: `job.target`. What is not better on the whole calibration text is not kept. `rate`: of
+    a matrix's mean absolute value, at the first step."""
     assert job.inputs is not None
     assert job.target is not None
     before = {name: matrix_of(module).clone() for name, module in job.linears.items()}
     learned = {name: matrix.clone().requires_grad_(True) for name, matrix in before.items()}
-    groups = [{"params": [parameter], "lr": rate * float(before[name].abs().mean())} for name, parameter in learned.items()]
+    groups = [
+        {"params": [parameter], "lr": rate * float(before[name].abs().mean())}
+        for name, parameter in learned.items()
+    ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / max(steps, 1))))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / max(steps, 1)))
+    )
     with _linears_as(job, learned, rounding, act):
         first = _error(job)
         for step in range(steps):
@@ -56,7 +69,10 @@ def _error(job: LayerJob) -> float:
 
 @contextmanager
 def _linears_as(
-    job: LayerJob, learned: dict[str, torch.Tensor], rounding: Mapping[str, Rounding], act: Mapping[str, Quantizer]
+    job: LayerJob,
+    learned: dict[str, torch.Tensor],
+    rounding: Mapping[str, Rounding],
+    act: Mapping[str, Quantizer],
 ) -> Iterator[None]:
     """Meanwhile linears compute with rounded ones of these matrices."""
 

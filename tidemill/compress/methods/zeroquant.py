@@ -1,4 +1,5 @@
-"""ZeroQuant: groups of weights and whole tokens in few bits, each layer trained to give the original's outputs."""
+"""ZeroQuant: groups of weights and whole tokens in few bits, each layer trained to give the
+original's outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class ZeroQuant(Method):
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         if self["steps"]:
             rounding = {name: partial(fake, grid=self.grid(name)) for name in job.linears}
-            act = {} if self["activations"] == NONE else {name: lambda x: fake_activations(x, True) for name in rounding}
+            act = (
+                {}
+                if self["activations"] == NONE
+                else {name: lambda x: fake_activations(x, True) for name in rounding}
+            )
             tune(job, rounding, act, self["steps"], self["rate"])
         stored: dict[str, Stored] = {}
         for name, module in job.linears.items():

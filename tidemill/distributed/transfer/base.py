@@ -5,7 +5,8 @@ slots of one page each                       asks what slots hold, again and aga
 slot 7: key, checksum   --- announced --->   content key -> slot 7 of this engine
 bytes of slot 7         <---- read ------    into a page; its sum must be the announced one
 
-A slot is used anew when another page needs it. Nobody locks it: who reads it meanwhile gets another sum, and computes the page.
+A slot is used anew when another page needs it. Nobody locks it: who reads it meanwhile gets another
+sum, and computes the page.
 """
 
 from __future__ import annotations
@@ -113,4 +114,8 @@ def check_same(own: Identity, theirs: Identity, peer: str) -> None:
 
 
 def unavailable(kind: str, why: str) -> TidemillError:
-    return PeerMismatch(f"{kind} is not available: {why}.", fix="Use shm: on one host or tcp: between hosts.", param="kv_export")
+    return PeerMismatch(
+        f"{kind} is not available: {why}.",
+        fix="Use shm: on one host or tcp: between hosts.",
+        param="kv_export",
+    )

@@ -1,5 +1,6 @@
-"""Copying a page and summing what arrived, in one pass. Whoever fetches a page compares the sum with the announced one: a page
-that was overwritten meanwhile, or of which a part is missing, has another."""
+"""Copying a page and summing what arrived, in one pass. Whoever fetches a page compares the sum
+with the announced one: a page that was overwritten meanwhile, or of which a part is missing, has
+another."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _COLUMNS = 8
 
 
 def copy(target: np.ndarray, source: np.ndarray, key: bytes) -> bytes:
-    """uint8, contiguous. Returns the checksum of the bytes that were written to `target`, and of the key."""
+    """uint8, contiguous. Returns the checksum of the bytes that were written to `target`, and of
+    the key."""
     assert target.nbytes == source.nbytes
     if native.lib is not None:
         sums = native.lib.copy_sum(target.ctypes.data, source.ctypes.data, source.nbytes)
@@ -38,4 +40,6 @@ def _sums(page: np.ndarray) -> bytes:
     padded[: page.nbytes] = page
     rows = padded.view("<u8").reshape(-1, _COLUMNS)
     weights = np.arange(len(rows), 0, -1, dtype=np.uint64)[:, None]
-    return rows.sum(0, dtype=np.uint64).tobytes() + (rows * weights).sum(0, dtype=np.uint64).tobytes()
+    return (
+        rows.sum(0, dtype=np.uint64).tobytes() + (rows * weights).sum(0, dtype=np.uint64).tobytes()
+    )

@@ -1,4 +1,5 @@
-"""Exporter: slots with pages that other engines may fetch, and what is in them, told to whoever asks."""
+"""Exporter: slots with pages that other engines may fetch, and what is in them, told to whoever
+asks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tidemill.distributed.transfer.base import (
 )
 from tidemill.errors import TidemillError, WorkerLost
 
-_MOST_READERS = 64  # connections, two of each engine; also those that have not shown yet that they know the key
+# connections, two of each engine; also those that have not shown yet that they know the key
+_MOST_READERS = 64
 _MOST_UNPROVEN = 8  # of those, from one other host
 _PROVE_S = 2.0  # for a handshake
 _MOST_ERASED = 1024  # contents that are remembered as worthless
@@ -42,21 +44,25 @@ _LOOK_S = 0.2
 
 
 class Journal:
-    """The contents of slots, each with the number of its latest change. Whoever asks gets what changed after a number, so that
-    nothing piles up for a reader that is slow."""
+    """The contents of slots, each with the number of its latest change. Whoever asks gets what
+    changed after a number, so that nothing piles up for a reader that is slow."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._number = 0
-        self._slots: OrderedDict[int, tuple[int, SlotNews]] = OrderedDict()  # the latest change last
+        # the latest change last
+        self._slots: OrderedDict[int, tuple[int, SlotNews]] = OrderedDict()
         self._erased: deque[tuple[int, bytes]] = deque(maxlen=_MOST_ERASED)
-        self._known: dict[Channel, tuple[int, float]] = {}  # by reader: up to which number it knows all, and since when not more
+        # by reader: up to which number it knows all, and since when not more
+        self._known: dict[Channel, tuple[int, float]] = {}
         self.is_closed = False
 
     def put(self, slot: int, key: bytes, sum_: bytes, erased: bytes = b"") -> int:
         """Returns the number of this change."""
         with self._changed:
-            for reader in [reader for reader, (known, _) in self._known.items() if known == self._number]:
+            for reader in [
+                reader for reader, (known, _) in self._known.items() if known == self._number
+            ]:
                 self._known[reader] = self._number, time.monotonic()
             self._number += 1
             self._slots[slot] = self._number, SlotNews(slot, key, sum_)
@@ -67,7 +73,8 @@ class Journal:
             return self._number
 
     def is_known(self, number: int) -> bool:
-        """All readers know what changed up to this number, but those that have not asked for a while."""
+        """All readers know what changed up to this number, but those that have not asked for a
+        while."""
         long_ago = time.monotonic() - _PATIENCE_S
         with self._changed:
             return all(known >= number or since < long_ago for known, since in self._known.values())
@@ -83,11 +90,15 @@ class Journal:
     def after(self, number: int, wait_s: float) -> News:
         """The earliest changes first, not too many at once."""
         with self._changed:
-            has_changed = self._changed.wait_for(lambda: self._number > number or self.is_closed, wait_s)
+            has_changed = self._changed.wait_for(
+                lambda: self._number > number or self.is_closed, wait_s
+            )
         if has_changed and wait_s:
             time.sleep(_GATHER_S)
         with self._changed:
-            news = list(takewhile(lambda change: change[0] > number, reversed(self._slots.values())))[::-1]
+            news = list(
+                takewhile(lambda change: change[0] > number, reversed(self._slots.values()))
+            )[::-1]
             until = self._number if len(news) <= MAX_NEWS else news[MAX_NEWS - 1][0]
             erased = [key for at, key in self._erased if number < at <= until]
             return News(until, [slot for _, slot in news[:MAX_NEWS]], erased)
@@ -99,12 +110,24 @@ class Journal:
 
 
 class Exporter:
-    def __init__(self, source: Source, door: Door, identity: Identity, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        door: Door,
+        identity: Identity,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         """`door`: where importers come. `on_close`: called last."""
-        self._source, self._door, self._identity, self._on_close = source, door, dict(identity), on_close
+        self._source, self._door, self._identity, self._on_close = (
+            source,
+            door,
+            dict(identity),
+            on_close,
+        )
         self.journal = Journal()
         self._readers: set[socket.socket] = set()
-        self._unproven: Counter[str] = Counter()  # by host: connections that have not shown yet that they know the key
+        # by host: connections that have not shown yet that they know the key
+        self._unproven: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._acceptor.start()
@@ -114,8 +137,8 @@ class Exporter:
         return len(self._source.slots)
 
     def write(self, slot: int, key: bytes, page: np.ndarray) -> int:
-        """The page's content goes into the slot, and is announced. Until then, the sum of what was there before is wrong.
-        Returns a number for `is_known`."""
+        """The page's content goes into the slot, and is announced. Until then, the sum of what was
+        there before is wrong. Returns a number for `is_known`."""
         return self.journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
 
     def erase(self, slot: int, key: bytes) -> None:
@@ -146,12 +169,16 @@ class Exporter:
                 continue
             host = _host(reader)
             with self._lock:
-                if len(self._readers) >= _MOST_READERS or (host and self._unproven[host] >= _MOST_UNPROVEN):
+                if len(self._readers) >= _MOST_READERS or (
+                    host and self._unproven[host] >= _MOST_UNPROVEN
+                ):
                     reader.close()
                     continue
                 self._readers.add(reader)
                 self._unproven[host] += 1
-            threading.Thread(target=self._let_in, args=(reader, host), name="kv-export", daemon=True).start()
+            threading.Thread(
+                target=self._let_in, args=(reader, host), name="kv-export", daemon=True
+            ).start()
 
     def _let_in(self, reader: socket.socket, host: str) -> None:
         try:

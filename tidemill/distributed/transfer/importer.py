@@ -38,7 +38,8 @@ _LOOK_S = 0.001  # between two looks whether something was announced
 _AGAIN_S = 0.2  # between two tries to reach an engine
 _SLOW_S = 5.0  # if it has other pages
 _SILENT_S = 30.0  # without a message, an engine is given up
-_LEFT_ALONE = (TidemillError, TransferError, OSError, msgspec.MsgspecError)  # after these it is tried again
+# after these it is tried again
+_LEFT_ALONE = (TidemillError, TransferError, OSError, msgspec.MsgspecError)
 
 
 class Learned(NamedTuple):
@@ -70,14 +71,18 @@ class _Link:
     reader: Reader | None = None
     news: Channel | None = None
     problem: str = ""
-    is_late: bool = False  # a page that others know was not announced in time, and nothing has been since
+    # a page that others know was not announced in time, and nothing has been since
+    is_late: bool = False
     pause_s: float = _AGAIN_S  # before the next try
 
 
 class Importer:
-    def __init__(self, peers: Sequence[Peer], identity: Identity, page_bytes: int, patience_s: float = 0.0) -> None:
-        """Raises PeerMismatch if a peer can be reached now and has other pages. Those that cannot are tried again, for ever.
-        `patience_s`: for which a fetch waits for the announcement of its page, which others may have had before."""
+    def __init__(
+        self, peers: Sequence[Peer], identity: Identity, page_bytes: int, patience_s: float = 0.0
+    ) -> None:
+        """Raises PeerMismatch if a peer can be reached now and has other pages. Those that cannot
+        are tried again, for ever. `patience_s`: for which a fetch waits for the announcement of its
+        page, which others may have had before."""
         self._identity, self._page_bytes, self._patience_s = dict(identity), page_bytes, patience_s
         self._links = [_Link(peer, number * MAX_SLOTS) for number, peer in enumerate(peers)]
         self._lock = threading.Lock()
@@ -85,7 +90,8 @@ class Importer:
         self._erased: dict[bytes, None] = {}
         self._problems: list[str] = []
         self._closing = threading.Event()
-        self.alarm, self._alarm = os.pipe()  # a file descriptor, readable when there is something to take
+        # a file descriptor, readable when there is something to take
+        self.alarm, self._alarm = os.pipe()
         os.set_blocking(self._alarm, False)
         os.set_blocking(self.alarm, False)
         try:
@@ -95,7 +101,8 @@ class Importer:
             self.close()
             raise
         self._threads = [
-            threading.Thread(target=self._follow, args=(link,), name="kv-import", daemon=True) for link in self._links
+            threading.Thread(target=self._follow, args=(link,), name="kv-import", daemon=True)
+            for link in self._links
         ]
         for thread in self._threads:
             thread.start()
@@ -220,8 +227,13 @@ class Importer:
             self._learn(link, news)
 
     def _check(self, link: _Link, news: News) -> None:
-        """Checks what a peer says: it takes a bounded amount of memory, and names slots that can be."""
-        if len(news.slots) > MAX_NEWS or len(news.erased) > MAX_NEWS or len(self._erased) > MAX_SLOTS:
+        """Checks what a peer says: it takes a bounded amount of memory, and names slots that can
+        be."""
+        if (
+            len(news.slots) > MAX_NEWS
+            or len(news.erased) > MAX_NEWS
+            or len(self._erased) > MAX_SLOTS
+        ):
             raise TransferError("it announces too much at once")
         for change in news.slots:
             has_sum = len(change.checksum) in (0, checksum.BYTES)

@@ -1,4 +1,5 @@
-"""NIXL (the package `nixl`): pages are read out of the exporter's memory by UCX, over RDMA, TCP or shared memory."""
+"""NIXL (the package `nixl`): pages are read out of the exporter's memory by UCX, over RDMA, TCP or
+shared memory."""
 
 from __future__ import annotations
 
@@ -31,10 +32,17 @@ def _agent(name: str) -> Any:
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except Exception as error:  # a part of it, such as a library of CUDA, may be missing
-        why = "the package is not installed (pip install nixl)" if isinstance(error, ModuleNotFoundError) else str(error)
+        why = (
+            "the package is not installed (pip install nixl)"
+            if isinstance(error, ModuleNotFoundError)
+            else str(error)
+        )
         raise unavailable("nixl", why) from error
     try:
-        return nixl_agent(f"tidemill-{name}-{os.getpid()}-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"]))
+        return nixl_agent(
+            f"tidemill-{name}-{os.getpid()}-{time.monotonic_ns()}",
+            nixl_agent_config(backends=["UCX"]),
+        )
     except Exception as error:
         raise unavailable("nixl", f"UCX cannot be started: {error}") from error
 
@@ -43,7 +51,9 @@ class NixlSource:
     def __init__(self, num_slots: int, page_bytes: int) -> None:
         self.slots = np.zeros((num_slots, page_bytes), np.uint8)
         self._agent = _agent("exporter")
-        self._registered = self._agent.register_memory([(self.slots.ctypes.data, self.slots.nbytes, 0, "")], "DRAM")
+        self._registered = self._agent.register_memory(
+            [(self.slots.ctypes.data, self.slots.nbytes, 0, "")], "DRAM"
+        )
 
     def offer(self) -> bytes:
         return self.slots.ctypes.data.to_bytes(8, "little") + self._agent.get_agent_metadata()
@@ -63,13 +73,17 @@ class NixlReader:
         self._first = int.from_bytes(offer[:8], "little")
         self._arrived = np.zeros(page_bytes, np.uint8)
         self._agent = _agent("importer")
-        self._registered = self._agent.register_memory([(self._arrived.ctypes.data, page_bytes, 0, "")], "DRAM")
+        self._registered = self._agent.register_memory(
+            [(self._arrived.ctypes.data, page_bytes, 0, "")], "DRAM"
+        )
         try:
             self._peer = self._agent.add_remote_agent(offer[8:])
         except Exception as error:
             self._agent.deregister_memory(self._registered)
             raise TransferError(f"{channel.peer} has sent what NIXL does not understand") from error
-        self._here = self._agent.get_xfer_descs([(self._arrived.ctypes.data, page_bytes, 0)], "DRAM")
+        self._here = self._agent.get_xfer_descs(
+            [(self._arrived.ctypes.data, page_bytes, 0)], "DRAM"
+        )
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -83,7 +97,9 @@ class NixlReader:
             except TransferError:
                 raise
             except Exception as error:  # of NIXL: the engine is gone, or its memory
-                raise TransferError(f"{self._channel.peer} cannot be read: {type(error).__name__}") from error
+                raise TransferError(
+                    f"{self._channel.peer} cannot be read: {type(error).__name__}"
+                ) from error
             return checksum.copy(page, self._arrived, key)
 
     def _transfer(self, there: Any) -> None:

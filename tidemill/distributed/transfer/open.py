@@ -25,7 +25,9 @@ from tidemill.errors import ConfigError
 _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
 
 
-def open_exporter(address: str, num_slots: int, page_bytes: int, identity: Identity, key_file: str | None) -> Exporter:
+def open_exporter(
+    address: str, num_slots: int, page_bytes: int, identity: Identity, key_file: str | None
+) -> Exporter:
     at = parse_address(address, "kv_export")
     source = _source(at.kind, num_slots, page_bytes)
     try:
@@ -39,7 +41,11 @@ def open_exporter(address: str, num_slots: int, page_bytes: int, identity: Ident
 
 
 def open_importer(
-    addresses: Sequence[str], page_bytes: int, identity: Identity, key_file: str | None, patience_s: float = 0.0
+    addresses: Sequence[str],
+    page_bytes: int,
+    identity: Identity,
+    key_file: str | None,
+    patience_s: float = 0.0,
 ) -> Importer:
     peers = [_peer(parse_address(address, "kv_import"), key_file) for address in addresses]
     return Importer(peers, identity, page_bytes, patience_s)
@@ -67,7 +73,8 @@ def _peer(at: TransferAddress, key_file: str | None) -> Peer:
 
 
 def _key(at: TransferAddress, key_file: str | None) -> bytes:
-    """The key of a link. That of shared memory is no secret: the socket's folder lets nobody else in."""
+    """The key of a link. That of shared memory is no secret: the socket's folder lets nobody else
+    in."""
     if at.kind == "shm":
         return b"tidemill " + at.name.encode()
     assert key_file is not None, "checked by resolve"
@@ -84,13 +91,16 @@ def folder() -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{path} is not a folder that only this user can read.", fix="Remove it, or set TMPDIR.", param="kv_export"
+            f"{path} is not a folder that only this user can read.",
+            fix="Remove it, or set TMPDIR.",
+            param="kv_export",
         )
     return path
 
 
 class SocketFile:
-    """The path of a socket, and a lock that tells whether its engine lives: what killed engines left is removed."""
+    """The path of a socket, and a lock that tells whether its engine lives: what killed engines
+    left is removed."""
 
     def __init__(self, name: str) -> None:
         self.path = folder() / name
@@ -100,7 +110,9 @@ class SocketFile:
         held = _lock_own(self._lock_path)
         if held is None:
             fix = "Give it another name."
-            raise ConfigError(f"Another engine exports its pages as shm:{name}.", fix=fix, param="kv_export")
+            raise ConfigError(
+                f"Another engine exports its pages as shm:{name}.", fix=fix, param="kv_export"
+            )
         self._held = held
         self.path.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
-"""Shared memory of one host: the slots are anonymous memory, whose file descriptor goes to readers over the socket. When the last
-process that has it ends, killed or not, it is gone: there is nothing to clean up."""
+"""Shared memory of one host: the slots are anonymous memory, whose file descriptor goes to readers
+over the socket. When the last process that has it ends, killed or not, it is gone: there is nothing
+to clean up."""
 
 from __future__ import annotations
 
@@ -75,11 +76,14 @@ class SharedReader:
 
 
 def _anonymous(num_bytes: int) -> int:
-    """Memory without a name. It is mapped as it is used, and cannot be made smaller under those who have mapped it."""
+    """Memory without a name. It is mapped as it is used, and cannot be made smaller under those who
+    have mapped it."""
     if sys.platform == "linux":
         fd = os.memfd_create("tidemill-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         return fd
     with tempfile.TemporaryFile() as file:
         os.ftruncate(file.fileno(), num_bytes)

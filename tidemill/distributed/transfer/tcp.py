@@ -29,7 +29,8 @@ class TcpSource:
                 slot = int.from_bytes(request, "little")
                 if slot >= len(self.slots):
                     return
-                own.sendall(self.slots[slot].data)  # waits until the reader takes it: nothing piles up
+                # waits until the reader takes it: nothing piles up
+                own.sendall(self.slots[slot].data)
 
     def close(self) -> None:
         return

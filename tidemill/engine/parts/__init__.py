@@ -29,8 +29,8 @@ PARTS: tuple[type[Part], ...] = (  # in the order in which each moment reaches t
 
 
 def make_parts(engine: Engine, components: EngineComponents) -> list[Part]:
-    """The parts that this engine needs, in their order. Those that are there already and that this room
-    does not know come last."""
+    """The parts that this engine needs, in their order. Those that are there already and that this
+    room does not know come last."""
     ready = {type(part): part for part in components.parts}
     made = [ready.pop(kind) if kind in ready else kind.of(engine, components) for kind in PARTS]
     return [part for part in (*made, *ready.values()) if part is not None]

@@ -24,7 +24,15 @@ from tidemill.errors import AdapterError, InvalidRequest, TidemillError
 from tidemill.runner.base import AdapterSlots
 from tidemill.sched.request import Request
 from tidemill.types import events
-from tidemill.types.wire import AdapterInfo, AdapterReply, Expect, LoadAdapter, Submit, ToEngine, UnloadAdapter
+from tidemill.types.wire import (
+    AdapterInfo,
+    AdapterReply,
+    Expect,
+    LoadAdapter,
+    Submit,
+    ToEngine,
+    UnloadAdapter,
+)
 
 if TYPE_CHECKING:
     from tidemill.weights.lora import LoraWeights
@@ -56,7 +64,8 @@ class AdapterStore(Part):
         self._slots: list[Adapter | None] = [None] * num_slots
         self._known: dict[int, Adapter] = {}
         self._of: dict[str, Adapter] = {}  # by request id
-        self._unanswered: list[Adapter] = []  # loaded, and whoever did has not been told how it went
+        # loaded, and whoever did has not been told how it went
+        self._unanswered: list[Adapter] = []
         self._refused: list[AdapterReply] = []  # loads that could not even begin
         self._reading: list[Adapter] = []
         self._uses = count(1)
@@ -114,12 +123,17 @@ class AdapterStore(Part):
     def before_plan(self) -> tuple[()]:
         """Drops weights that were read for requests that have left."""
         if self._reading:
-            self._drop_unwanted({submission.request.adapter for submission in self.engine.delayed.values()})
+            self._drop_unwanted(
+                {submission.request.adapter for submission in self.engine.delayed.values()}
+            )
         return ()
 
     def idle(self) -> None:
         if self._reading:
-            wait([adapter.reading for adapter in self._reading if adapter.reading is not None], _LOOK_EVERY_S)
+            wait(
+                [adapter.reading for adapter in self._reading if adapter.reading is not None],
+                _LOOK_EVERY_S,
+            )
 
     # ---- adapters come and go
 
@@ -144,16 +158,25 @@ class AdapterStore(Part):
         wait([adapter.reading])
         (answer,) = (answer for answer in self.answers() if answer.adapter_id == adapter_id)
         if answer.error is not None:
-            raise AdapterError(f"Adapter {name!r}: {answer.error.message}", fix=answer.error.fix, param="loras")
+            raise AdapterError(
+                f"Adapter {name!r}: {answer.error.message}", fix=answer.error.fix, param="loras"
+            )
         return adapter
 
     def answers(self) -> list[AdapterReply]:
-        """The answers to loads that have ended. Weights that were read go into a slot, if there is one to be had."""
+        """The answers to loads that have ended. Weights that were read go into a slot, if there is
+        one to be had."""
         answers = []
-        for adapter in [adapter for adapter in self._unanswered if adapter.reading is None or adapter.reading.done()]:
+        for adapter in [
+            adapter
+            for adapter in self._unanswered
+            if adapter.reading is None or adapter.reading.done()
+        ]:
             self._unanswered.remove(adapter)
             try:
-                if adapter.reading is not None and (adapter.is_leaving or not self._settle(adapter)):
+                if adapter.reading is not None and (
+                    adapter.is_leaving or not self._settle(adapter)
+                ):
                     self._stop_reading(adapter)  # when it is asked for, it is read again
                 answers.append(AdapterReply(adapter.adapter_id, adapter.info))
             except TidemillError as error:
@@ -171,24 +194,31 @@ class AdapterStore(Part):
     def get(self, adapter_id: int) -> Adapter:
         if adapter_id not in self._known:
             known = ", ".join(repr(adapter.name) for adapter in self._known.values()) or "none"
-            raise InvalidRequest("The adapter is not loaded.", fix=f"Loaded are: {known[:1000]}.", param="model")
+            raise InvalidRequest(
+                "The adapter is not loaded.", fix=f"Loaded are: {known[:1000]}.", param="model"
+            )
         return self._known[adapter_id]
 
     # ---- requests use them
 
     def bring(self, adapter: Adapter) -> bool:
-        """Tells if the adapter is in a slot. If not, that is under way. Raises what is wrong with its files."""
+        """Tells if the adapter is in a slot. If not, that is under way. Raises what is wrong with
+        its files."""
         if adapter.slot >= 0:
             return True
         if adapter.reading is None:
             self._begin(adapter)
-            return False  # also if it is read by now: what is wrong with it is told when it is asked for again
+            # also if it is read by now: what is wrong with it is told when it is asked for again
+            return False
         return adapter.reading.done() and self._settle(adapter)
 
     def _drop_unwanted(self, wanted: Collection[int]) -> None:
-        """Drops the weights that were read for requests that have left. `wanted`: numbers of adapters that others wait for."""
+        """Drops the weights that were read for requests that have left. `wanted`: numbers of
+        adapters that others wait for."""
         for adapter in [
-            adapter for adapter in self._reading if adapter.adapter_id not in wanted and adapter not in self._unanswered
+            adapter
+            for adapter in self._reading
+            if adapter.adapter_id not in wanted and adapter not in self._unanswered
         ]:
             if adapter.reading is not None and adapter.reading.done():
                 self._stop_reading(adapter)
@@ -232,7 +262,9 @@ class AdapterStore(Part):
             raise
         except Exception as error:  # no memory, a disk that fails
             self._stop_reading(adapter)
-            raise AdapterError(f"{adapter.path} cannot be read: {type(error).__name__}: {error}.") from error
+            raise AdapterError(
+                f"{adapter.path} cannot be read: {type(error).__name__}: {error}."
+            ) from error
         if adapter.digest and adapter.digest != weights.digest:
             self._stop_reading(adapter)
             what = f"The files of the adapter {adapter.name!r} have changed since it was loaded."
@@ -252,7 +284,9 @@ class AdapterStore(Part):
     def _make_room(self, adapter: Adapter) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        unused = [adapter for adapter in self._slots if adapter is not None and not adapter.num_users]
+        unused = [
+            adapter for adapter in self._slots if adapter is not None and not adapter.num_users
+        ]
         if not unused:
             return None
         oldest = min(unused, key=lambda adapter: adapter.last_use)
@@ -269,11 +303,15 @@ class AdapterStore(Part):
 
     def _leave(self, adapter: Adapter, reason: str) -> None:
         self._loras.put(adapter.slot, {})
-        self.engine.emit(events.AdapterLeft(self.engine.clock.now(), adapter.name, adapter.slot, reason))
+        self.engine.emit(
+            events.AdapterLeft(self.engine.clock.now(), adapter.name, adapter.slot, reason)
+        )
         self._slots[adapter.slot], adapter.slot = None, -1
 
 
-def _read(path: str, shapes: dict[str, tuple[int, int]], max_rank: int) -> tuple[LoraWeights, float]:
+def _read(
+    path: str, shapes: dict[str, tuple[int, int]], max_rank: int
+) -> tuple[LoraWeights, float]:
     from tidemill.weights.lora import read_lora  # brings torch
 
     began = time.monotonic()

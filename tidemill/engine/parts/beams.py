@@ -1,8 +1,10 @@
-"""Beam search: the sequences of one request that are computed side by side, and which of them go on.
+"""Beam search: the sequences of one request that are computed side by side, and which of them go
+on.
 
-After each step the beams of a request are ranked with all their likeliest next tokens, as Transformers ranks them. Each of the
-best continues a beam: the first that continues it keeps its sequence, any other is a fork of it, and beams that none continues
-are dropped. A beam is held by the scheduler from its token until that choice, so that beams may be computed in different steps.
+After each step the beams of a request are ranked with all their likeliest next tokens, as
+Transformers ranks them. Each of the best continues a beam: the first that continues it keeps its
+sequence, any other is a fork of it, and beams that none continues are dropped. A beam is held by
+the scheduler from its token until that choice, so that beams may be computed in different steps.
 """
 
 from __future__ import annotations
@@ -38,7 +40,14 @@ class Output:
 class BeamSearch:
     """The beams of one request. Knows their tokens, and nothing of the engine."""
 
-    def __init__(self, settings: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+    def __init__(
+        self,
+        settings: Beams,
+        ends: frozenset[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        num_top: int = 0,
+    ) -> None:
         """`num_top`: likeliest tokens that are kept beside each token of the output."""
         self._how, self._ends = settings, ends
         self._max_tokens, self._min_tokens, self._num_top = max_tokens, min_tokens, num_top
@@ -49,9 +58,12 @@ class BeamSearch:
     def num_output(self) -> int:
         return len(self.beams[0].tokens)
 
-    def advance(self, tops: Sequence[TokenLogprobs], penalties: Mapping[int, float] | None = None) -> list[int]:
-        """`tops`: of each beam, the likeliest next tokens. `penalties`: by token, what is taken off its log-probability. Returns
-        which of the beams before each of the next continues; empty: the search is over."""
+    def advance(
+        self, tops: Sequence[TokenLogprobs], penalties: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """`tops`: of each beam, the likeliest next tokens. `penalties`: by token, what is taken off
+        its log-probability. Returns which of the beams before each of the next continues; empty:
+        the search is over."""
         length, width = self.num_output + 1, self._how.width
         ranked = self._ranked(tops, length, penalties or {})
         for total, beam, token, logprob in ranked[:width]:
@@ -60,7 +72,11 @@ class BeamSearch:
                 tokens = [*self.beams[beam].tokens, self._entry(tops[beam], token, logprob)]
                 self.outputs.append(Output(self._score(total, length), tokens, reason))
         self.outputs = sorted(self.outputs, key=lambda output: -output.score)[:width]
-        going = [candidate for candidate in ranked if candidate[2] not in self._ends][:width] if length < self._max_tokens else []
+        going = (
+            [candidate for candidate in ranked if candidate[2] not in self._ends][:width]
+            if length < self._max_tokens
+            else []
+        )
         if not going or not self._may_improve(going[0][0], length):
             return []
         self.beams = [
@@ -89,31 +105,48 @@ class BeamSearch:
         return total / length**self._how.length_penalty
 
     def _may_improve(self, best: float, length: int) -> bool:
-        """A beam may still become better than the worst of the outputs. `best`: total of the best beam."""
+        """A beam may still become better than the worst of the outputs. `best`: total of the best
+        beam."""
         settings = self._how
         if len(self.outputs) < settings.width:
             return True
         if settings.early_stopping is True or settings.width == 1:
             return False
-        reached = self._max_tokens if settings.early_stopping == "never" and settings.length_penalty > 0 else length
+        reached = (
+            self._max_tokens
+            if settings.early_stopping == "never" and settings.length_penalty > 0
+            else length
+        )
         return self._score(best, reached) > self.outputs[-1].score
 
 
 class BeamGroups:
-    """Diverse beam search: a search of its own for each group of beams. In each step groups choose in turn, and a token that
-    beams of earlier groups have just chosen costs a penalty for each of them."""
+    """Diverse beam search: a search of its own for each group of beams. In each step groups choose
+    in turn, and a token that beams of earlier groups have just chosen costs a penalty for each of
+    them."""
 
-    def __init__(self, settings: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+    def __init__(
+        self,
+        settings: Beams,
+        ends: frozenset[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        num_top: int = 0,
+    ) -> None:
         self._how = settings
         own = msgspec.structs.replace(settings, width=settings.width // settings.groups)
-        self._groups = [BeamSearch(own, ends, max_tokens, min_tokens, num_top) for _ in range(settings.groups)]
+        self._groups = [
+            BeamSearch(own, ends, max_tokens, min_tokens, num_top) for _ in range(settings.groups)
+        ]
         self._going = self._groups  # those that are not over
         self._has_begun = False
 
     @property
     def beams(self) -> list[Beam]:
         """The beams of all groups; before the first token, they have one in common."""
-        return [beam for group in self._going for beam in group.beams] if self._has_begun else [Beam()]
+        return (
+            [beam for group in self._going for beam in group.beams] if self._has_begun else [Beam()]
+        )
 
     @property
     def outputs(self) -> list[Output]:
@@ -130,7 +163,9 @@ class BeamGroups:
         chosen = Counter[int]()
         for group in self._going:
             num = len(group.beams)
-            penalties = {token: self._how.diversity_penalty * times for token, times in chosen.items()}
+            penalties = {
+                token: self._how.diversity_penalty * times for token, times in chosen.items()
+            }
             if own := group.advance(tops[first : first + num], penalties):
                 parents += [first + parent for parent in own]
                 going.append(group)
@@ -149,7 +184,8 @@ class _Search:
     requests: list[Request]  # by beam
     indices: list[int]  # of the outputs that are asked for
     has_logprobs: bool
-    tops: dict[int, TokenLogprobs] = field(default_factory=dict)  # by seq: of beams that wait for the others
+    # by seq: of beams that wait for the others
+    tops: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 class BeamSearches(Part):
@@ -189,18 +225,27 @@ class BeamSearches(Part):
             )
 
     def queued(self, submission: Submission, live: LiveRequest) -> None:
-        request, params, beams = submission.request, submission.request.params, submission.request.params.beams
+        request, params, beams = (
+            submission.request,
+            submission.request.params,
+            submission.request.params.beams,
+        )
         if beams is None:
             return
         (first,) = live.requests.values()
         kind = BeamSearch if beams.groups == 1 else BeamGroups
         ends = ends_of(request, self.engine.model_config.vocab_size)
         choice = kind(beams, ends, first.max_tokens, params.min_tokens, params.logprobs or 0)
-        indices = list(range(params.n)) if request.resumed is None else [each.index for each in request.resumed]
+        indices = (
+            list(range(params.n))
+            if request.resumed is None
+            else [each.index for each in request.resumed]
+        )
         self._of[first.seq] = _Search(live, choice, [first], indices, params.logprobs is not None)
 
     def progress(self, step: Step) -> None:
-        """Advances the searches whose beams are all computed. Their outputs are told when they are over."""
+        """Advances the searches whose beams are all computed. Their outputs are told when they are
+        over."""
         if not self._of:
             return
         others, ready = [], list[_Search]()
@@ -242,14 +287,21 @@ class BeamSearches(Part):
         num_output = search.choice.num_output
         if parents != list(range(len(before))):
             num_finished = len(search.choice.outputs)
-            self.engine.emit(events.BeamsReordered(now, search.live.request_id, num_output, tuple(parents), num_finished))
+            self.engine.emit(
+                events.BeamsReordered(
+                    now, search.live.request_id, num_output, tuple(parents), num_finished
+                )
+            )
         if num_output > 1:
             return []
-        return [Delta(search.live.request_id, search.indices[0], [], num_cached=before[0].num_cached)]  # it has begun
+        # it has begun
+        return [
+            Delta(search.live.request_id, search.indices[0], [], num_cached=before[0].num_cached)
+        ]
 
     def _reorder(self, search: _Search, parents: list[int]) -> None:
-        """Gives the beams of the next token their rows. A dropped beam leaves its row before a fork takes one. Forks come before
-        the tokens of their sources."""
+        """Gives the beams of the next token their rows. A dropped beam leaves its row before a fork
+        takes one. Forks come before the tokens of their sources."""
         before, continued = search.requests, set[int]()
         for number, request in enumerate(before):
             if number not in parents:
@@ -296,15 +348,23 @@ class BeamSearches(Part):
 def ends_of(request: Submit, vocab_size: int) -> frozenset[int]:
     """Tokens that end an output."""
     ends = () if request.params.ignore_eos else request.eos_token_ids
-    return frozenset((*(token for token in ends if 0 <= token < vocab_size), *request.params.stop_token_ids))
+    return frozenset(
+        (*(token for token in ends if 0 <= token < vocab_size), *request.params.stop_token_ids)
+    )
 
 
 def params_of_a_beam(request: Submit, vocab_size: int) -> SamplingParams:
-    """Each step reports as many candidates as the next beams can come from: all of them may continue one beam, and a token that
-    ends an output continues none. In a group there are fewer beams, by as many as other groups have tokens to penalize."""
+    """Each step reports as many candidates as the next beams can come from: all of them may
+    continue one beam, and a token that ends an output continues none. In a group there are fewer
+    beams, by as many as other groups have tokens to penalize."""
     params = request.params
     assert params.beams is not None
     num_candidates = params.beams.width + len(ends_of(request, vocab_size))
     return SamplingParams(
-        temperature=0.0, seed=0, max_tokens=params.max_tokens, logprobs=num_candidates, ignore_eos=True, beams=params.beams
+        temperature=0.0,
+        seed=0,
+        max_tokens=params.max_tokens,
+        logprobs=num_candidates,
+        ignore_eos=True,
+        beams=params.beams,
     )

@@ -1,5 +1,5 @@
-"""DeferredFinishes: ends of requests whose pages other engines need are told once the pages are where
-those find them."""
+"""DeferredFinishes: ends of requests whose pages other engines need are told once the pages are
+where those find them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class DeferredFinishes(Part):
         return bool(self._kept)
 
     def before_plan(self) -> list[Delta]:
-        """Ends whose pages are exported by now. That is waited for, for a moment: the next step may take
-        long."""
+        """Ends whose pages are exported by now. That is waited for, for a moment: the next step may
+        take long."""
         if not self._kept:
             return []
         scheduler, moves = self.engine.scheduler, self.engine.part(PageMoves)
@@ -42,7 +42,9 @@ class DeferredFinishes(Part):
             if (plan := scheduler.plan_moves()) is not None:
                 self.engine.runner.change_pages(plan)
             exporting, now = scheduler.kv.offload.exporting, self.engine.clock.now()
-            over = [each for each in self._kept if exporting.isdisjoint(each.keys) or now > each.until_s]
+            over = [
+                each for each in self._kept if exporting.isdisjoint(each.keys) or now > each.until_s
+            ]
             if len(over) == len(self._kept):
                 break
             moves.wait()
@@ -56,14 +58,18 @@ class DeferredFinishes(Part):
         if not ended:
             return
         told = [delta for delta in step.deltas if not delta.finish_reason]
-        requests = {item.request.request_id: item.request for item in step.progress if item.finish_reason}
+        requests = {
+            item.request.request_id: item.request for item in step.progress if item.finish_reason
+        }
         until_s = self.engine.clock.now() + _EXPORT_S
         for delta in ended:
             name = f"{delta.request_id}:{delta.index}"
             keys = self._keys(requests.get(delta.request_id) or requests.get(name))
             if delta.finish_reason == HANDED_OVER:
                 told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
-                delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_pieces=None)
+                delta = msgspec.structs.replace(
+                    delta, token_ids=[], logprobs=None, prompt_pieces=None
+                )
             self._kept.append(_Finish(delta, keys, until_s))
         step.deltas = told
 
@@ -76,8 +82,8 @@ class DeferredFinishes(Part):
         ]
 
     def _keys(self, request: Request | None) -> set[bytes]:
-        """Contents of its pages that are on their way. Which tokens of beams were kept is not known: all
-        that are."""
+        """Contents of its pages that are on their way. Which tokens of beams were kept is not
+        known: all that are."""
         kv = self.engine.scheduler.kv
         if request is None:
             return kv.offload.exporting

@@ -26,7 +26,8 @@ class KVPolicies(Part):
         submission.kv_policy = settled and self._counted(settled)
 
     def _counted(self, policy: CachePolicy) -> CachePolicy:
-        """The policy with the number of bytes that its row keeps beside its pages, where they are counted."""
+        """The policy with the number of bytes that its row keeps beside its pages, where they are
+        counted."""
         shape, most = self.engine.model_config, self.engine.config.policy_bytes
         if not most:
             return policy
@@ -36,5 +37,7 @@ class KVPolicies(Part):
                 f"The KV policy {policy.kind} would keep {fmt_bytes(num_bytes)} beside the pages of "
                 f"this request; all have {fmt_bytes(most)}."
             )
-            raise InvalidRequest(what, fix="Ask for fewer sinks, or a smaller budget.", param="kv_policy")
+            raise InvalidRequest(
+                what, fix="Ask for fewer sinks, or a smaller budget.", param="kv_policy"
+            )
         return msgspec.structs.replace(policy, beside_bytes=num_bytes)

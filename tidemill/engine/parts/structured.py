@@ -1,7 +1,8 @@
-"""Structured output of live requests: the grammar state of each sample, and from it which tokens may come next.
+"""Structured output of live requests: the grammar state of each sample, and from it which tokens
+may come next.
 
-A grammar library is foreign code that works on what clients send. Whatever it raises, a Rust panic included, becomes an
-InvalidRequest of the one request whose grammar it was.
+A grammar library is foreign code that works on what clients send. Whatever it raises, a Rust panic
+included, becomes an InvalidRequest of the one request whose grammar it was.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class StructuredOutput(Part):
         self._matchers.pop(request.seq, None)
 
     def fill_plan(self, step: Step) -> None:
-        """The masks of the tokens that may come. A request whose grammar fails is aborted; its part of
-        the step is wasted."""
+        """The masks of the tokens that may come. A request whose grammar fails is aborted; its part
+        of the step is wasted."""
         if not self._matchers:
             return
         began = self.engine.clock.now()
@@ -77,7 +78,8 @@ class StructuredOutput(Part):
             self.cut(step.plan, step.result.tokens)
 
     def progress(self, step: Step) -> None:
-        """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
+        """Sampled tokens go to the grammars; an output whose grammar allows nothing more is
+        complete."""
         if not self._matchers:
             return
         for i, item in enumerate(step.progress):
@@ -105,11 +107,15 @@ class StructuredOutput(Part):
         return self._grammars is not None and grammar in self._grammars
 
     def compile(self, grammar: Grammar | None) -> Matcher | None:
-        """May take a while; may be called from another thread. None: reasoning with a budget needs the tokenizer alone."""
+        """May take a while; may be called from another thread. None: reasoning with a budget needs
+        the tokenizer alone."""
         with _contained():
             if self._tokenizer is None:
                 if self.tokenizer_path is None:
-                    raise InvalidRequest("Structured output needs a tokenizer, and this engine has none.", param="grammar")
+                    raise InvalidRequest(
+                        "Structured output needs a tokenizer, and this engine has none.",
+                        param="grammar",
+                    )
                 self._tokenizer = Tokenizer.load(self.tokenizer_path)
             if grammar is None:
                 return None
@@ -124,7 +130,8 @@ class StructuredOutput(Part):
         outputs: Sequence[Sequence[int]],
         reasoning: Reasoning | None = None,
     ) -> list[Matcher | AfterReasoning]:
-        """One for each sample, after the output that it has. `compiled`: of this grammar, if it was compiled just now."""
+        """One for each sample, after the output that it has. `compiled`: of this grammar, if it was
+        compiled just now."""
         with _contained():
             if self._tokenizer is None or (grammar is not None and self._grammars is None):
                 compiled = self.compile(grammar)
@@ -138,7 +145,9 @@ class StructuredOutput(Part):
                 matcher.take(list(output_ids))
             return matchers
 
-    def _matcher(self, first: Matcher | None, reasoning: Reasoning | None) -> Matcher | AfterReasoning:
+    def _matcher(
+        self, first: Matcher | None, reasoning: Reasoning | None
+    ) -> Matcher | AfterReasoning:
         assert self._tokenizer is not None
         own = None if first is None else first.copy()
         if reasoning is not None:
@@ -150,7 +159,9 @@ class StructuredOutput(Part):
         if not matcher.is_done:
             self._matchers[seq] = matcher
 
-    def masks(self, plan: StepPlan) -> tuple[dict[tuple[int, int], bytes], dict[int, InvalidRequest]]:
+    def masks(
+        self, plan: StepPlan
+    ) -> tuple[dict[tuple[int, int], bytes], dict[int, InvalidRequest]]:
         """By row and position, which tokens may come; by seq, what went wrong instead."""
         masks: dict[tuple[int, int], bytes] = {}
         broken: dict[int, InvalidRequest] = {}
@@ -160,7 +171,9 @@ class StructuredOutput(Part):
                 position = item.start + item.count - item.num_drafts
                 try:
                     with _contained():
-                        for i, mask in enumerate(_masks_along(matcher, plan.drafts.get(item.row, ()))):
+                        for i, mask in enumerate(
+                            _masks_along(matcher, plan.drafts.get(item.row, ()))
+                        ):
                             masks[item.row, position + i] = mask.tobytes()
                         _check(matcher)
                 except InvalidRequest as error:
@@ -168,7 +181,8 @@ class StructuredOutput(Part):
         return masks, broken
 
     def forced(self, seq: int) -> list[int]:
-        """Tokens of the text that must come next in this sample, if there is such. A guess: it can be cut into others."""
+        """Tokens of the text that must come next in this sample, if there is such. A guess: it can
+        be cut into others."""
         matcher = self._matchers.get(seq)
         if matcher is None or self._tokenizer is None:
             return []
@@ -178,19 +192,24 @@ class StructuredOutput(Part):
         return []
 
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
-        """Cuts the tokens of rows whose drafts were right up to the end of the output and beyond. `tokens`, by row, loses the
-        tokens after the end. The lists stay as they are: ranks compare what they have drawn."""
+        """Cuts the tokens of rows whose drafts were right up to the end of the output and beyond.
+        `tokens`, by row, loses the tokens after the end. The lists stay as they are: ranks compare
+        what they have drawn."""
         for item in plan.items:
             own = tokens.get(item.row, ())
             if item.seq in self._matchers and len(own) > 1 and own[-1] >= 0:
-                with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
+                # it is raised again when they are taken
+                with suppress(InvalidRequest), _contained():
                     matcher = self._matchers[item.seq].copy()
-                    num = next((num for num, token in enumerate(own, 1) if _is_last(matcher, token)), len(own))
+                    num = next(
+                        (num for num, token in enumerate(own, 1) if _is_last(matcher, token)),
+                        len(own),
+                    )
                     tokens[item.row] = list(own[:num])
 
     def take(self, seq: int, token_ids: Sequence[int]) -> bool:
-        """Tokens were sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed
-        further: the output would end as if it were complete."""
+        """Tokens were sampled. True: the output is complete, nothing more may come. Raises where
+        the grammar cannot be followed further: the output would end as if it were complete."""
         matcher = self._matchers[seq]
         with _contained():
             matcher.take(list(token_ids))
@@ -206,8 +225,8 @@ def _is_last(matcher: Matcher | AfterReasoning, token: int) -> bool:
 
 
 def _masks_along(matcher: Matcher | AfterReasoning, drafts: Sequence[int]) -> Iterator[np.ndarray]:
-    """The masks of the next token, and of those that would follow the drafts. A draft that the grammar excludes will not be
-    drawn, so what comes after it does not matter."""
+    """The masks of the next token, and of those that would follow the drafts. A draft that the
+    grammar excludes will not be drawn, so what comes after it does not matter."""
     mask = matcher.mask()
     yield mask
     if drafts:
@@ -227,24 +246,32 @@ class _Phase(Enum):
 
 
 class AfterReasoning:
-    """A matcher that begins where the reasoning ends; without one, all that follows is free. Marks are compared as bytes: they
-    may be cut into tokens in many ways."""
+    """A matcher that begins where the reasoning ends; without one, all that follows is free. Marks
+    are compared as bytes: they may be cut into tokens in many ways."""
 
-    def __init__(self, matcher: Matcher | None, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int) -> None:
+    def __init__(
+        self, matcher: Matcher | None, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int
+    ) -> None:
         self._tokenizer, self._num_tokens = tokenizer, num_tokens
         self._opening, self._ending = reasoning.opening.encode(), reasoning.ending.encode()
         self._phase = _Phase.REASONING if reasoning.is_open else _Phase.BEFORE
         self._matcher = matcher
         self._fresh = None if matcher is None else matcher.copy()
         self._budget, self._num_taken = reasoning.budget, 0
-        self._is_followed = True  # before the reasoning: the output so far may be the grammar's as well
+        # before the reasoning: the output so far may be the grammar's as well
+        self._is_followed = True
         self._seen = b""  # of the opening, or the last bytes of the reasoning
         self._all = _all_but((), num_tokens)
-        ends = [token for token in tokenizer.eos_token_ids if (tokenizer.token_bytes(token) or b"\0") not in self._ending]
+        ends = [
+            token
+            for token in tokenizer.eos_token_ids
+            if (tokenizer.token_bytes(token) or b"\0") not in self._ending
+        ]
         self._unended = self._all if matcher is None else _all_but(ends, num_tokens)
 
     def mask(self) -> np.ndarray:
-        """While it reasons, any token may come. Before a grammar, none that ends the output: the answer would be missing."""
+        """While it reasons, any token may come. Before a grammar, none that ends the output: the
+        answer would be missing."""
         if self._phase is _Phase.REASONING:
             return self._ending_mask() if self._is_spent else self._unended
         if self._matcher is None:
@@ -252,7 +279,11 @@ class AfterReasoning:
         words = self._matcher.mask()
         if self._phase is _Phase.BEFORE:
             words = words.copy() if self._is_followed else np.zeros_like(words)
-            _allow(words, self._tokenizer.prefix_tokens(self._opening[len(self._seen) :]), self._num_tokens)
+            _allow(
+                words,
+                self._tokenizer.prefix_tokens(self._opening[len(self._seen) :]),
+                self._num_tokens,
+            )
         return words
 
     @property
@@ -261,14 +292,22 @@ class AfterReasoning:
 
     def _rest_of_ending(self) -> bytes:
         """The missing rest of the ending, the first part of which may have been written."""
-        num = next(num for num in range(len(self._ending), -1, -1) if self._seen.endswith(self._ending[:num]))
+        num = next(
+            num
+            for num in range(len(self._ending), -1, -1)
+            if self._seen.endswith(self._ending[:num])
+        )
         return self._ending[num:]
 
     def _ending_mask(self) -> np.ndarray:
         """The next token of the ending, as the tokenizer writes it; a model may know no other way."""
         rest = self._rest_of_ending()
         tokens = self._tokenizer.encode(rest.decode(errors="ignore"), add_special=False)[:1]
-        if not tokens or tokens[0] >= self._num_tokens or not rest.startswith(self._tokenizer.token_bytes(tokens[0]) or b"\0"):
+        if (
+            not tokens
+            or tokens[0] >= self._num_tokens
+            or not rest.startswith(self._tokenizer.token_bytes(tokens[0]) or b"\0")
+        ):
             tokens = self._tokenizer.prefix_tokens(rest)
         words = np.zeros_like(self._all)
         _allow(words, tokens, self._num_tokens)
@@ -292,10 +331,17 @@ class AfterReasoning:
             return
         self._seen += text
         if self._seen == self._opening:
-            self._phase, self._seen, self._matcher, self._is_followed = _Phase.REASONING, b"", self._fresh, True
+            self._phase, self._seen, self._matcher, self._is_followed = (
+                _Phase.REASONING,
+                b"",
+                self._fresh,
+                True,
+            )
             return
         if self._matcher is not None:
-            self._is_followed = self._is_followed and bool(self._matcher.mask()[token // 32] >> (token % 32) & 1)
+            self._is_followed = self._is_followed and bool(
+                self._matcher.mask()[token // 32] >> (token % 32) & 1
+            )
             if self._is_followed:
                 self._matcher.take([token])
 
@@ -307,7 +353,8 @@ class AfterReasoning:
             self._seen = self._seen[-(len(self._ending) - 1) :]
             return
         self._phase = _Phase.ANSWER
-        if self._matcher is not None and (rest := rest.strip()):  # the token that ends the reasoning has begun the answer
+        # the token that ends the reasoning has begun the answer
+        if self._matcher is not None and (rest := rest.strip()):
             self._matcher.take(self._tokenizer.spell(rest.decode(errors="replace")))
 
     def copy(self) -> AfterReasoning:
@@ -319,11 +366,20 @@ class AfterReasoning:
     def forced(self) -> bytes:
         if self._phase is _Phase.REASONING and self._is_spent:
             return self._rest_of_ending()
-        return self._matcher.forced() if self._matcher is not None and self._phase is _Phase.ANSWER else b""
+        return (
+            self._matcher.forced()
+            if self._matcher is not None and self._phase is _Phase.ANSWER
+            else b""
+        )
 
     @property
     def is_over(self) -> bool:
-        return self._matcher is not None and self._phase is not _Phase.REASONING and self._is_followed and self._matcher.is_over
+        return (
+            self._matcher is not None
+            and self._phase is not _Phase.REASONING
+            and self._is_followed
+            and self._matcher.is_over
+        )
 
     @property
     def is_done(self) -> bool:
@@ -332,7 +388,9 @@ class AfterReasoning:
 
     @property
     def error(self) -> str:
-        return "" if self._matcher is None or self._phase is _Phase.REASONING else self._matcher.error
+        return (
+            "" if self._matcher is None or self._phase is _Phase.REASONING else self._matcher.error
+        )
 
 
 def _allow(words: np.ndarray, tokens: Sequence[int], num_tokens: int) -> None:
@@ -352,7 +410,9 @@ def _all_but(tokens: Sequence[int], num_tokens: int) -> np.ndarray:
 
 def _check(matcher: Matcher | AfterReasoning) -> None:
     if matcher.error:
-        raise InvalidRequest(f"The grammar cannot be followed further: {_line(matcher.error)}", param="grammar")
+        raise InvalidRequest(
+            f"The grammar cannot be followed further: {_line(matcher.error)}", param="grammar"
+        )
 
 
 @contextmanager
@@ -364,7 +424,9 @@ def _contained() -> Iterator[None]:
     except BaseException as error:  # a Rust panic is not an Exception
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InvalidRequest(
-            f"The grammar library failed on this request's grammar: {_line(what)}", fix="Use a simpler grammar.", param="grammar"
+            f"The grammar library failed on this request's grammar: {_line(what)}",
+            fix="Use a simpler grammar.",
+            param="grammar",
         ) from error
 
 

@@ -64,7 +64,9 @@ class PageMoves(Part):
         """How long steps take says when it is better to compute pages again."""
         tiers = self.engine.scheduler.kv.offload.tiers
         if tiers is not None:
-            tiers.costs.computed(step.plan.num_tokens, step.done_s - max(step.started_s, self._last_s))
+            tiers.costs.computed(
+                step.plan.num_tokens, step.done_s - max(step.started_s, self._last_s)
+            )
         self._last_s = step.done_s
 
     def step_failed(self) -> None:
@@ -76,7 +78,8 @@ class PageMoves(Part):
         with suppress(WorkerLost):  # then nothing can be saved
             self.engine.check()
             if not self.engine.in_flight:
-                self.engine.scheduler.retention.clear("the engine ends")  # what is pinned is saved, too
+                # what is pinned is saved, too
+                self.engine.scheduler.retention.clear("the engine ends")
                 save(self.engine, self._mover)
         self._mover.close()
         self.engine.runner.mover = None

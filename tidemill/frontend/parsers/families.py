@@ -1,4 +1,5 @@
-"""The ways in which models write tool calls: a line in a table each, and how to tell from a chat template which it is."""
+"""The ways in which models write tool calls: a line in a table each, and how to tell from a chat
+template which it is."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Begin = Callable[[str, Functions], CallReader | None]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`begin` makes the reader of a call from its first character, or None if no call begins with it."""
+    """`begin` makes the reader of a call from its first character, or None if no call begins with
+    it."""
 
     name: str
     begin: Begin
@@ -54,7 +56,9 @@ def _object_or_xml(first: str, functions: Functions) -> CallReader | None:
 
 
 def _object_or_name(first: str, functions: Functions) -> CallReader | None:
-    return MistralReader(functions) if first.isalnum() or first == "_" else _object(first, functions)
+    return (
+        MistralReader(functions) if first.isalnum() or first == "_" else _object(first, functions)
+    )
 
 
 def _deepseek(first: str, functions: Functions) -> CallReader | None:
@@ -85,7 +89,12 @@ JSON = Family(
     aliases=("plain",),
 )
 HARMONY = Family(
-    "harmony", _object, bare="{[", hints=("<|channel|>",), aliases=("openai", "gpt_oss", "gpt-oss"), more_marks=HARMONY_MARKS
+    "harmony",
+    _object,
+    bare="{[",
+    hints=("<|channel|>",),
+    aliases=("openai", "gpt_oss", "gpt-oss"),
+    more_marks=HARMONY_MARKS,
 )
 FAMILIES = (  # in the order in which templates are tried
     HARMONY,
@@ -127,7 +136,13 @@ FAMILIES = (  # in the order in which templates are tried
         aliases=("internlm2",),
     ),
     Family(
-        "hermes", _object, (_TOOL_CALL,), closings=("</tool_call>",), bare="{[", hints=(_TOOL_CALL,), aliases=("qwen", "qwen25")
+        "hermes",
+        _object,
+        (_TOOL_CALL,),
+        closings=("</tool_call>",),
+        bare="{[",
+        hints=(_TOOL_CALL,),
+        aliases=("qwen", "qwen25"),
     ),
     Family(
         "pythonic",
@@ -154,4 +169,6 @@ TOOL_PARSERS = {name: family for family in FAMILIES for name in (family.name, *f
 
 def family_of(template: str) -> Family:
     """By the marks in a chat template; JSON in any dress if there is none."""
-    return next((family for family in FAMILIES if any(hint in template for hint in family.hints)), JSON)
+    return next(
+        (family for family in FAMILIES if any(hint in template for hint in family.hints)), JSON
+    )

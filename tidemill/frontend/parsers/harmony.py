@@ -6,7 +6,16 @@ import re
 from enum import Enum, auto
 
 from tidemill.frontend.parsers.families import HARMONY, JSON
-from tidemill.frontend.parsers.pieces import CallArguments, CallStart, Functions, OutputParser, Piece, TextPiece, joined, until
+from tidemill.frontend.parsers.pieces import (
+    CallArguments,
+    CallStart,
+    Functions,
+    OutputParser,
+    Piece,
+    TextPiece,
+    joined,
+    until,
+)
 from tidemill.frontend.parsers.tagged import TaggedParser
 
 _MESSAGE = "<|message|>"
@@ -25,9 +34,12 @@ class _State(Enum):
 
 
 class HarmonyParser(OutputParser):
-    """A message for a function of the request is a call, one on the analysis channel is reasoning, all others are text."""
+    """A message for a function of the request is a call, one on the analysis channel is reasoning,
+    all others are text."""
 
-    def __init__(self, functions: Functions, with_reasoning: bool = True, only_calls: bool = False) -> None:
+    def __init__(
+        self, functions: Functions, with_reasoning: bool = True, only_calls: bool = False
+    ) -> None:
         self._functions, self._with_reasoning = functions, with_reasoning
         self._content = TaggedParser(JSON, functions, only_calls=True) if only_calls else None
         self._state = _State.START
@@ -44,7 +56,9 @@ class HarmonyParser(OutputParser):
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
         rest = self._head + self._held
-        is_mark = self._state is _State.CALL or (self._state in (_State.HEAD, _State.START) and rest.startswith("<|"))
+        is_mark = self._state is _State.CALL or (
+            self._state in (_State.HEAD, _State.START) and rest.startswith("<|")
+        )
         if not is_mark:  # one that broke off is neither text nor an argument
             self._emit(rest, pieces)
         self._held = self._head = ""
@@ -54,7 +68,8 @@ class HarmonyParser(OutputParser):
 
     @property
     def has_called(self) -> bool:
-        is_called = self._num_calls > 0 or self._state is _State.CALL  # what ends a call is not part of the text
+        # what ends a call is not part of the text
+        is_called = self._num_calls > 0 or self._state is _State.CALL
         return is_called or (self._content is not None and self._content.has_called)
 
     def _step(self, pieces: list[Piece]) -> bool:
@@ -86,7 +101,11 @@ class HarmonyParser(OutputParser):
             self._state = _State.CALL
             pieces.append(CallStart(self._num_calls, recipient[1], HARMONY.new_id()))
         else:
-            self._state = _State.REASONING if self._with_reasoning and channel[-1:] == ["analysis"] else _State.TEXT
+            self._state = (
+                _State.REASONING
+                if self._with_reasoning and channel[-1:] == ["analysis"]
+                else _State.TEXT
+            )
         return True
 
     def _emit(self, text: str, pieces: list[Piece]) -> None:

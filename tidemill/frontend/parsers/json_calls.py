@@ -81,7 +81,11 @@ class ObjectReader(CallReader):
         if scanner.depth <= 0:
             self.status = Status.DONE if self.status is Status.STARTED else Status.FAILED
             return
-        if in_arguments and self.status is not Status.FAILED and (self._has_begun or not char.isspace()):
+        if (
+            in_arguments
+            and self.status is not Status.FAILED
+            and (self._has_begun or not char.isspace())
+        ):
             self._arguments.append(char)
             self._has_begun = True
             if self.name and self.status is Status.READING:
@@ -107,7 +111,8 @@ class ObjectReader(CallReader):
 
 
 class HeadedReader(CallReader):
-    """A head that ends with the bracket of the arguments, and holds the name in the way of a family."""
+    """A head that ends with the bracket of the arguments, and holds the name in the way of a
+    family."""
 
     head_chars = _NAME_CHARS
 
@@ -153,14 +158,17 @@ class MistralReader(HeadedReader):
         name, bracket, rest = head.partition("[")
         if not bracket:
             return bool(_NAME.match(head[-1]))
-        return bool(name) and any(_matches(bracket + rest, mark) for mark in ("[ARGS]", "[CALL_ID]"))
+        return bool(name) and any(
+            _matches(bracket + rest, mark) for mark in ("[ARGS]", "[CALL_ID]")
+        )
 
     def name_in(self, head: str) -> str:
         return head.partition("[")[0]
 
 
 class DeepSeekReader(HeadedReader):
-    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}, or function<｜tool▁sep｜>name and the arguments in a fence of Markdown."""
+    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}, or function<｜tool▁sep｜>name and the arguments in a
+    fence of Markdown."""
 
     BEGIN, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
     head_chars = 2 * _NAME_CHARS

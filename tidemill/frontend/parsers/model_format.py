@@ -12,7 +12,13 @@ from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.parsers.families import HARMONY, JSON, TOOL_PARSERS, Family, family_of
 from tidemill.frontend.parsers.harmony import HarmonyParser
 from tidemill.frontend.parsers.pieces import OutputParser
-from tidemill.frontend.parsers.reasoning import REASONING_PARSERS, THINK, Markers, ReasoningCounter, markers_of
+from tidemill.frontend.parsers.reasoning import (
+    REASONING_PARSERS,
+    THINK,
+    Markers,
+    ReasoningCounter,
+    markers_of,
+)
 from tidemill.frontend.parsers.tagged import TaggedParser
 from tidemill.types.sampling import Reasoning, SamplingParams
 
@@ -22,8 +28,9 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM;
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """The form of a model's tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name.
-    `budget`: reasoning is ended after so many tokens if a request does not say."""
+    """The form of a model's tool calls and reasoning. `is_expected`: its template knows reasoning,
+    or it was asked for by name. `budget`: reasoning is ended after so many tokens if a request does
+    not say."""
 
     family: Family | None
     markers: Markers | None
@@ -31,8 +38,17 @@ class ModelFormat:
     budget: int | None = None
 
     @staticmethod
-    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO, budget: int | None = None) -> ModelFormat:
-        family = family_of(template) if tool_parser == AUTO else _named(TOOL_PARSERS, tool_parser, "tool-parser")
+    def of(
+        template: str,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        budget: int | None = None,
+    ) -> ModelFormat:
+        family = (
+            family_of(template)
+            if tool_parser == AUTO
+            else _named(TOOL_PARSERS, tool_parser, "tool-parser")
+        )
         if reasoning_parser != AUTO:
             markers = _named(REASONING_PARSERS, reasoning_parser, "reasoning-parser")
             return ModelFormat(family, markers, markers is not None, budget)
@@ -47,21 +63,25 @@ class ModelFormat:
         continued: str = "",
         variables: Mapping[str, Any] | None = None,
     ) -> OutputFormat:
-        """The output format of one request. `prompt_end`: how its prompt ends; `continued`: the message that the output
-        continues, if it does; `functions`: what it may call; `only_calls`: it must; `variables`: of its template, which may turn
-        reasoning off."""
+        """The output format of one request. `prompt_end`: how its prompt ends; `continued`: the
+        message that the output continues, if it does; `functions`: what it may call; `only_calls`:
+        it must; `variables`: of its template, which may turn reasoning off."""
         markers, is_open = self.markers, False
         is_off = any((variables or {}).get(name) is False for name in SWITCHES)
         if markers is not None and not markers.is_repeated:
             end = prompt_end.rstrip()
-            is_open = end.endswith(markers.opening) or continued.rfind(markers.opening) > continued.rfind(markers.ending)
+            is_open = end.endswith(markers.opening) or continued.rfind(
+                markers.opening
+            ) > continued.rfind(markers.ending)
             if not is_open and (continued or end.endswith(markers.ending)):
                 markers = None  # the reasoning is over, or skipped
             elif markers.starts_open and not is_off:
                 is_open = True
         is_expected = self.is_expected and (is_open or not is_off)  # else nothing waits for it
         tools = {function["name"]: function.get("parameters") or {} for function in functions}
-        return OutputFormat(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
+        return OutputFormat(
+            self.family, markers, is_open, is_expected, tools, only_calls, self.budget
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,13 @@ class OutputFormat:
         if self.family is HARMONY or (self.markers is not None and self.markers.is_repeated):
             return HarmonyParser(functions, self.markers is not None, self.only_calls)
         family = JSON if self.only_calls else self.family  # a grammar writes forced calls as JSON
-        return TaggedParser(family if looks_for_calls else None, functions, self.markers, self.is_open, self.only_calls)
+        return TaggedParser(
+            family if looks_for_calls else None,
+            functions,
+            self.markers,
+            self.is_open,
+            self.only_calls,
+        )
 
     def counter(self) -> ReasoningCounter | None:
         """The counter of the tokens of one sample's reasoning."""
@@ -119,16 +145,19 @@ class OutputFormat:
         return self.is_expected and self.can_end
 
     def drops_budget(self, params: SamplingParams) -> bool:
-        """Nothing is there that a budget could end: the model does not reason, or not before this grammar."""
+        """Nothing is there that a budget could end: the model does not reason, or not before this
+        grammar."""
         return self.markers is None or (params.grammar is not None and not self.is_expected)
 
     def gated(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
-        """The grammar applies to what follows the reasoning, which is ended after `budget` tokens; -1: it is not ended, None: as
-        the server has it."""
+        """The grammar applies to what follows the reasoning, which is ended after `budget` tokens;
+        -1: it is not ended, None: as the server has it."""
         markers = self.markers
         if markers is not None and markers.is_repeated and budget is not None and budget >= 0:
             what = "A budget of reasoning is not supported for a model that writes channels."
-            raise InvalidRequest(what, fix="Give reasoning_effort instead.", param="thinking_token_budget")
+            raise InvalidRequest(
+                what, fix="Give reasoning_effort instead.", param="thinking_token_budget"
+            )
         if budget is None and self.takes_budget and params.beams is None:
             budget = self.budget
         if budget == -1:
@@ -136,7 +165,12 @@ class OutputFormat:
         is_gated = budget is not None if params.grammar is None else self.is_expected
         if markers is None or not is_gated:
             return params
-        gate = Reasoning(markers.opening, markers.answer or markers.ending, self.is_open or markers.is_repeated, budget)
+        gate = Reasoning(
+            markers.opening,
+            markers.answer or markers.ending,
+            self.is_open or markers.is_repeated,
+            budget,
+        )
         return msgspec.structs.replace(params, reasoning=gate)
 
 
@@ -144,5 +178,8 @@ def _named(table: Mapping[str, Any], name: str, option: str) -> Any:
     if name == NONE:
         return None
     if name not in table:
-        raise ConfigError(f"There is no {option} {name[:40]!r}.", fix=f"Choose one of {', '.join((AUTO, NONE, *table))}.")
+        raise ConfigError(
+            f"There is no {option} {name[:40]!r}.",
+            fix=f"Choose one of {', '.join((AUTO, NONE, *table))}.",
+        )
     return table[name]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-Functions: TypeAlias = Mapping[str, dict[str, Any]]  # the request's tools: the schema of the parameters by name
+# the request's tools: the schema of the parameters by name
+Functions: TypeAlias = Mapping[str, dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ Piece: TypeAlias = TextPiece | CallStart | CallArguments
 
 
 class OutputParser(ABC):
-    """Parses one sample's text while it streams. However the text is cut, the pieces add up to the same."""
+    """Parses one sample's text while it streams. However the text is cut, the pieces add up to the
+    same."""
 
     @abstractmethod
     def push(self, text: str) -> list[Piece]: ...
@@ -58,7 +60,8 @@ class Status(Enum):
 
 
 class CallReader(ABC):
-    """Reads one call. Where it is done or fails depends on the text alone, not on how the text is cut."""
+    """Reads one call. Where it is done or fails depends on the text alone, not on how the text is
+    cut."""
 
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
@@ -71,7 +74,8 @@ class CallReader(ABC):
 
 
 def until(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
-    """The text before the first of the marks, that mark, and the rest. Without a mark the rest is what may become one."""
+    """The text before the first of the marks, that mark, and the rest. Without a mark the rest is
+    what may become one."""
     found = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
     if found is not None:
         at, mark = found
@@ -82,7 +86,14 @@ def until(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
 
 def _overlap(text: str, mark: str) -> int:
     """Length of the longest suffix of the text that is a proper prefix of the mark."""
-    return next((num for num in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-num:])), 0)
+    return next(
+        (
+            num
+            for num in range(min(len(text), len(mark) - 1), 0, -1)
+            if mark.startswith(text[-num:])
+        ),
+        0,
+    )
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
@@ -92,9 +103,17 @@ def joined(pieces: list[Piece]) -> list[Piece]:
         last = joined_pieces[-1] if joined_pieces else None
         if not isinstance(piece, CallStart) and not piece.text:
             continue
-        if isinstance(piece, TextPiece) and isinstance(last, TextPiece) and last.is_reasoning == piece.is_reasoning:
+        if (
+            isinstance(piece, TextPiece)
+            and isinstance(last, TextPiece)
+            and last.is_reasoning == piece.is_reasoning
+        ):
             joined_pieces[-1] = TextPiece(last.text + piece.text, piece.is_reasoning)
-        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
+        elif (
+            isinstance(piece, CallArguments)
+            and isinstance(last, CallArguments)
+            and last.index == piece.index
+        ):
             joined_pieces[-1] = CallArguments(piece.index, last.text + piece.text)
         else:
             joined_pieces.append(piece)

@@ -36,14 +36,24 @@ MARKERS = (  # in the order in which templates are tried
     Markers("reasoning", "<reasoning>", "</reasoning>"),
     Markers("granite", "Here is my thought process:", "Here is my response:"),
     THINK,
-    Markers("deepseek_r1", "<think>", "</think>", starts_open=True),  # by name only: templates find the line before
+    # by name only: templates find the line before
+    Markers("deepseek_r1", "<think>", "</think>", starts_open=True),
 )
-REASONING_PARSERS = {name: markers for markers in MARKERS for name in (markers.name, *markers.aliases)}
+REASONING_PARSERS = {
+    name: markers for markers in MARKERS for name in (markers.name, *markers.aliases)
+}
 
 
 def markers_of(template: str) -> Markers | None:
     """By the marks in a chat template."""
-    return next((m for m in MARKERS if m.opening in template or (m.ending in template and not m.is_repeated)), None)
+    return next(
+        (
+            m
+            for m in MARKERS
+            if m.opening in template or (m.ending in template and not m.is_repeated)
+        ),
+        None,
+    )
 
 
 class _State(Enum):

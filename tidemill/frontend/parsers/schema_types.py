@@ -31,8 +31,20 @@ def _kinds(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
         return set()
     kinds: set[str] = set()
     kind = schema.get("type")
-    kinds.update([kind] if isinstance(kind, str) else [name for name in kind if isinstance(name, str)] if kind else [])
-    values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    kinds.update(
+        [kind]
+        if isinstance(kind, str)
+        else [name for name in kind if isinstance(name, str)]
+        if kind
+        else []
+    )
+    values = (
+        schema.get("enum")
+        if isinstance(schema.get("enum"), list)
+        else [schema["const"]]
+        if "const" in schema
+        else []
+    )
     if not kinds:
         kinds.update(_kind_of(value) for value in values or [])
     for word in ("anyOf", "oneOf", "allOf"):
@@ -50,5 +62,12 @@ def _kinds(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
 def _kind_of(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return names[type(value)]

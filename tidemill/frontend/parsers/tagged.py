@@ -45,7 +45,12 @@ class TaggedParser(OutputParser):
         is_open: bool = False,
         only_calls: bool = False,
     ) -> None:
-        self._family, self._functions, self._reasoning, self._only_calls = family, functions, reasoning, only_calls
+        self._family, self._functions, self._reasoning, self._only_calls = (
+            family,
+            functions,
+            reasoning,
+            only_calls,
+        )
         self._state = _State.OPENED if reasoning and is_open else _State.START
         self._marks = (*family.openings, *family.starts) if family else ()
         self._held = ""
@@ -81,7 +86,11 @@ class TaggedParser(OutputParser):
     def _opened(self, pieces: list[Piece]) -> bool:
         assert self._reasoning is not None
         stripped = self._held.lstrip()
-        if self._reasoning.opening != stripped and self._reasoning.opening.startswith(stripped) and self._is_short(stripped):
+        if (
+            self._reasoning.opening != stripped
+            and self._reasoning.opening.startswith(stripped)
+            and self._is_short(stripped)
+        ):
             return False
         if stripped.startswith(self._reasoning.opening):
             self._held = stripped[len(self._reasoning.opening) :]
@@ -105,13 +114,20 @@ class TaggedParser(OutputParser):
     def _start(self, pieces: list[Piece]) -> bool:
         stripped = self._held.lstrip()
         marks = (self._reasoning.opening, *self._marks) if self._reasoning else self._marks
-        if any(mark != stripped and mark.startswith(stripped) for mark in marks) and self._is_short(stripped):
+        if any(mark != stripped and mark.startswith(stripped) for mark in marks) and self._is_short(
+            stripped
+        ):
             return False
         if self._reasoning and stripped.startswith(self._reasoning.opening):
             self._held, self._state = stripped[len(self._reasoning.opening) :], _State.REASONING
             return True
         self._state, self._reasoning = _State.TEXT, None
-        if self._family and stripped and stripped[0] in self._family.bare and not stripped.startswith(self._marks):
+        if (
+            self._family
+            and stripped
+            and stripped[0] in self._family.bare
+            and not stripped.startswith(self._marks)
+        ):
             self._raw = [self._held[: len(self._held) - len(stripped)]]
             self._held, self._state = stripped, _State.BETWEEN
         return True

@@ -1,6 +1,7 @@
 """Calls as Qwen3-Coder writes them: <function=name><parameter=x>value</parameter></function>.
 
-Values are text; the tool's schema says what they are. Arguments are passed on parameter by parameter.
+Values are text; the tool's schema says what they are. Arguments are passed on parameter by
+parameter.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ class XMLReader(CallReader):
                     return i
                 self._state, self.status = _State.BETWEEN, Status.STARTED
                 return i + 1
-            if not (head.startswith(BEGIN) or BEGIN.startswith(head)) or len(head) > len(BEGIN) + _NAME_CHARS or char == "\n":
+            if (
+                not (head.startswith(BEGIN) or BEGIN.startswith(head))
+                or len(head) > len(BEGIN) + _NAME_CHARS
+                or char == "\n"
+            ):
                 self.status = Status.FAILED
                 return i
             self._held = head

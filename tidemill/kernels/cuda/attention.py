@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, at_once, prompt_rows, shared_rows, single_rows
+from tidemill.kernels.cuda.attention_lists import (
+    BLOCK,
+    SPLIT,
+    Lists,
+    at_once,
+    prompt_rows,
+    shared_rows,
+    single_rows,
+)
 from tidemill.kernels.cuda.launch import how, launch
 from tidemill.kernels.cuda.paged_attention import _attend_prompts, _attend_shared, _attend_single
 from tidemill.kernels.cuda.records import PROMPTS, SHARED
@@ -27,8 +35,9 @@ def attend(
     bias_NW: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
-    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if there are any."""
+    """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are
+    read from `qkv_TC`, results go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`.
+    `scales`: [P, layers, 2, G, S], if there are any."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     dim *= 2 if cache.dtype == torch.uint8 else 1  # int4
     assert page_size == BLOCK
@@ -37,8 +46,20 @@ def attend(
     has_bias = bias_NW is not None
     is_scaled = spec.softcap > 0 or has_bias  # before the softmax
     scale = spec.scale if is_scaled else spec.scale * _LOG2_E
-    how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, 0 if bias_NW is None else bias_NW.shape[1])
-    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK}
+    how_much = (
+        scale,
+        _LOG2_E if is_scaled else scale,
+        spec.softcap,
+        spec.window,
+        0 if bias_NW is None else bias_NW.shape[1],
+    )
+    common = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "DIM": dim,
+        "SPLIT": SPLIT,
+        "BLOCK": BLOCK,
+    }
     common |= how(qkv_TC.shape[0])
     common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0, "BIAS": has_bias}
     has_sinks = {"SINKS": sinks_N is not None}
@@ -51,7 +72,11 @@ def attend(
             qkv_TC, cache, scales, layer, table, out_TC, positions_T, lists, sinks, bias, how_much, sinks_N is not None, common
         )  # fmt: skip
         return
-    desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
+    desc = (
+        TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim])
+        if lists.num_shared or lists.num_prompts
+        else None
+    )
     if lists.num_shared:
         launch(
             _attend_shared, (num_kv_heads, lists.num_shared),
@@ -79,7 +104,16 @@ def attend(
         from tidemill.kernels.cuda import hopper_attention
 
         hopper_attention.attend_prompts(
-            qkv_TC, cache, table, out_TC, lists.words, (*where, scale), lists.num_prompts, PROMPTS, num_heads, SPLIT
+            qkv_TC,
+            cache,
+            table,
+            out_TC,
+            lists.words,
+            (*where, scale),
+            lists.num_prompts,
+            PROMPTS,
+            num_heads,
+            SPLIT,
         )
     elif lists.num_prompts:
         launch(
@@ -91,8 +125,8 @@ def attend(
 
 
 def _single_how(num_tokens: int, group: int) -> dict[str, int]:
-    """A few requests are done soonest by four warps for each of their splits, and so are many whose tiles are mostly empty; else
-    two read memory fastest."""
+    """A few requests are done soonest by four warps for each of their splits, and so are many whose
+    tiles are mostly empty; else two read memory fastest."""
     if num_tokens <= 16 or group <= 2:
         return {"num_warps": 4, "num_stages": 5, "TOGETHER": 8 if num_tokens <= 16 else 4}
     return {"num_warps": 2, "num_stages": 3, "TOGETHER": 4}

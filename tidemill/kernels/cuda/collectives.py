@@ -1,12 +1,14 @@
 """Sums over ranks and gathers, through memory that every rank's kernels read directly.
 
-A rank writes its part of a message into memory of its own, tells the others, waits for them, then reads all parts, in the order
-of ranks: every rank computes the same bits. A program takes pieces of the message in turns, and waits only for the programs that
-have the same pieces at other ranks; it counts its turns, and a turn's count is what ranks tell each other. Memory is there twice:
-who tells turn n has read all of turn n - 1, so turn n + 1 may overwrite it.
+A rank writes its part of a message into memory of its own, tells the others, waits for them, then
+reads all parts, in the order of ranks: every rank computes the same bits. A program takes pieces of
+the message in turns, and waits only for the programs that have the same pieces at other ranks; it
+counts its turns, and a turn's count is what ranks tell each other. Memory is there twice: who tells
+turn n has read all of turn n - 1, so turn n + 1 may overwrite it.
 
-Until `begin`, turns are not counted, so nobody waits for anybody, and sums are of whatever is there: a rank loads kernels and
-allocates memory meanwhile, which may have to wait for kernels of others that would be waiting for it.
+Until `begin`, turns are not counted, so nobody waits for anybody, and sums are of whatever is
+there: a rank loads kernels and allocates memory meanwhile, which may have to wait for kernels of
+others that would be waiting for it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
-PIECE_BYTES, MOST_PROGRAMS = 16384, 128  # few enough for ranks that share a GPU to be on it at the same time
+# few enough for ranks that share a GPU to be on it at the same time
+PIECE_BYTES, MOST_PROGRAMS = 16384, 128
 _FLAG_BYTES = 8  # a turn's count
 
 
@@ -57,9 +60,15 @@ def _exchange(
     tl.store(_mine(table_ptr, RANK, like_ptr) + place, piece, mask=mask)
     tl.debug_barrier()
     for rank in tl.static_range(SIZE):
-        flags_ptr = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int64)) + PROGRAMS * 2 * PIECE // 8
+        flags_ptr = (
+            tl.load(table_ptr + rank).to(tl.pointer_type(tl.int64)) + PROGRAMS * 2 * PIECE // 8
+        )
         tl.atomic_xchg(flags_ptr + pid * SIZE + RANK, turn, sem="release", scope="sys")
-    own_ptr = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int64)) + PROGRAMS * 2 * PIECE // 8 + pid * SIZE
+    own_ptr = (
+        tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int64))
+        + PROGRAMS * 2 * PIECE // 8
+        + pid * SIZE
+    )
     for rank in tl.static_range(SIZE):
         told = tl.atomic_add(own_ptr + rank, 0, sem="acquire", scope="sys")
         while told < turn:
@@ -92,11 +101,15 @@ def _all_reduce(
         turn += live
         mask = first + offsets < num
         piece = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
-        place = _exchange(piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE)
+        place = _exchange(
+            piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE
+        )
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
             theirs_ptr = _mine(table_ptr, rank, x_ptr)
-            total += tl.load(theirs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            total += tl.load(theirs_ptr + place, mask=mask, other=0.0, cache_modifier=".cg").to(
+                tl.float32
+            )
         tl.store(out_ptr + first + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(turns_ptr + pid, turn)
 
@@ -130,20 +143,29 @@ def _all_gather(
         turn += live
         mask = first + offsets < num_rows * width
         piece = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
-        place = _exchange(piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE)
+        place = _exchange(
+            piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE
+        )
         for rank in tl.static_range(SIZE):
             start = tl.load(starts_ptr + rank)
             theirs = tl.load(starts_ptr + rank + 1) - start
             index = first + offsets
             is_there = index < num_rows * theirs
-            values = tl.load(_mine(table_ptr, rank, x_ptr) + place, mask=is_there, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                _mine(table_ptr, rank, x_ptr) + place,
+                mask=is_there,
+                other=0.0,
+                cache_modifier=".cg",
+            )
             row, column = index // theirs, index % theirs
             tl.store(out_ptr + row.to(tl.int64) * stride + start + column, values, mask=is_there)
     tl.store(turns_ptr + pid, turn)
 
 
 @triton.jit
-def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _add_parts(
+    parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
     """Sum over ranks. Reference: `cuda.collectives.all_reduce_reference`."""
     begin(AHEAD)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -156,8 +178,8 @@ def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 
 
 def add_parts(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The sum that `Exchange.all_reduce` computes, bit for bit, of parts that are here already: [ranks, ...]. Launched after a
-    library's kernel, so as an ordinary dependent."""
+    """The sum that `Exchange.all_reduce` computes, bit for bit, of parts that are here already:
+    [ranks, ...]. Launched after a library's kernel, so as an ordinary dependent."""
     block = 1024
     grid = (triton.cdiv(out.numel(), block),)
     launch(_add_parts, grid, parts, out, out.numel(), SIZE=parts.shape[0], BLOCK=block, AHEAD=0)
@@ -165,7 +187,8 @@ def add_parts(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 class Exchange:
-    """A rank's end. `table`: the address of each rank's memory (see `memory_bytes`), on the device, all zeros at first."""
+    """A rank's end. `table`: the address of each rank's memory (see `memory_bytes`), on the device,
+    all zeros at first."""
 
     def __init__(self, rank: int, size: int, table: torch.Tensor) -> None:
         self.rank, self.size, self._table = rank, size, table
@@ -181,7 +204,17 @@ class Exchange:
         assert x.is_contiguous()
         block = PIECE_BYTES // x.element_size()
         grid = (min(MOST_PROGRAMS, triton.cdiv(x.numel(), block)),)
-        launch(_all_reduce, grid, x, x, self._table, self._turns, self._live, x.numel(), **self._how(block))
+        launch(
+            _all_reduce,
+            grid,
+            x,
+            x,
+            self._table,
+            self._turns,
+            self._live,
+            x.numel(),
+            **self._how(block),
+        )
         return x
 
     def all_gather(self, x_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
@@ -193,7 +226,16 @@ class Exchange:
         grid = (min(MOST_PROGRAMS, triton.cdiv(x_TN.shape[0] * max(widths), block)),)
         numbers = x_TN.shape[0], max(widths), out.shape[1]
         launch(
-            _all_gather, grid, x_TN, out, self._table, self._turns, self._live, self.starts(widths), *numbers, **self._how(block)
+            _all_gather,
+            grid,
+            x_TN,
+            out,
+            self._table,
+            self._turns,
+            self._live,
+            self.starts(widths),
+            *numbers,
+            **self._how(block),
         )
         return out
 
@@ -206,7 +248,13 @@ class Exchange:
         return self._starts[key]
 
     def _how(self, block: int) -> dict[str, int | bool]:
-        sizes = {"RANK": self.rank, "SIZE": self.size, "BLOCK": block, "PROGRAMS": MOST_PROGRAMS, "PIECE": PIECE_BYTES}
+        sizes = {
+            "RANK": self.rank,
+            "SIZE": self.size,
+            "BLOCK": block,
+            "PROGRAMS": MOST_PROGRAMS,
+            "PIECE": PIECE_BYTES,
+        }
         return {**sizes, "num_warps": 8, **HOW}
 
 

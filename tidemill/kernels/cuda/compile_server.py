@@ -1,12 +1,13 @@
 """Triton kernels compiled by other processes, into Triton's cache on disk.
 
-Much of Triton's compiler holds Python's interpreter lock, so threads gain little. The server is a process that imports the
-kernels, then forks one worker for each core; none of them touches the GPU. It takes lines of JSON on its standard input, one
-kernel for one set of arguments each, and ends when its input ends and everything is compiled. A kernel that fails there is
-compiled again by the process that needs it, where the error is raised.
+Much of Triton's compiler holds Python's interpreter lock, so threads gain little. The server is a
+process that imports the kernels, then forks one worker for each core; none of them touches the GPU.
+It takes lines of JSON on its standard input, one kernel for one set of arguments each, and ends
+when its input ends and everything is compiled. A kernel that fails there is compiled again by the
+process that needs it, where the error is raised.
 
-Importing torch and Triton takes seconds: `start()` before importing them here, so that both import at once. This module imports
-neither.
+Importing torch and Triton takes seconds: `start()` before importing them here, so that both import
+at once. This module imports neither.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def compile_elsewhere() -> Iterator[None]:
-    """Inside, kernels that are not compiled yet go to the server and do not run. At its end all are in Triton's cache."""
+    """Inside, kernels that are not compiled yet go to the server and do not run. At its end all are
+    in Triton's cache."""
     from triton import __version__, knobs
     from triton.runtime import driver
 
@@ -82,15 +84,16 @@ def compile_elsewhere() -> Iterator[None]:
 
 
 def _mark(job: str) -> Path:
-    """A file that is there once the job is done. Should Triton's cache lose the kernel, it is compiled where it is needed."""
+    """A file that is there once the job is done. Should Triton's cache lose the kernel, it is
+    compiled where it is needed."""
     from triton import knobs
 
     return Path(knobs.cache.dir, "compiled-ahead", hashlib.sha256(job.encode()).hexdigest())
 
 
 def _fix_keys() -> None:
-    """A kernel's key in Triton's cache depends on which keys of its process were computed before (functions that call each other,
-    as Triton's own reductions do): compute all in one order."""
+    """A kernel's key in Triton's cache depends on which keys of its process were computed before
+    (functions that call each other, as Triton's own reductions do): compute all in one order."""
     from importlib import import_module
 
     from triton import JITFunction
@@ -149,7 +152,8 @@ def compile_one(job: str) -> None:
         from triton.backends.nvidia.driver import CudaLauncher
 
         with contextlib.suppress(AttributeError):  # Triton 3.7 has one launcher for all
-            CudaLauncher(kernel.src, kernel.metadata)  # a small C module for each signature, kept in the cache too
+            # a small C module for each signature, kept in the cache too
+            CudaLauncher(kernel.src, kernel.metadata)
     mark = _mark(job)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
@@ -167,7 +171,10 @@ def _serve() -> None:
         for done, job in jobs.items():
             if error := done.exception():
                 name = json.loads(job)[1]
-                print(f"tidemill: {name} was not compiled ahead: {type(error).__name__}: {error}", file=sys.stderr)
+                print(
+                    f"tidemill: {name} was not compiled ahead: {type(error).__name__}: {error}",
+                    file=sys.stderr,
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The common parts of the kernels of experts: blocks of a gated matmul, the order of experts, and how launches are described."""
+"""The common parts of the kernels of experts: blocks of a gated matmul, the order of experts, and
+how launches are described."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PIECES = tl.constexpr(128)
 
 @triton.jit
 def fetch(addresses, num_bytes):
-    """Have memory read into the L2 cache; nobody waits for it. Addresses and sizes are multiples of 16."""
+    """Have memory read into the L2 cache; nobody waits for it. Addresses and sizes are multiples of
+    16."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [addresses, tl.zeros(addresses.shape, tl.int32) + num_bytes], dtype=tl.int32, is_pure=False, pack=1,
@@ -32,8 +34,8 @@ def fetch(addresses, num_bytes):
 
 @triton.jit
 def to_keys(logits, experts, num_experts):
-    """Different integers in the order of the logits, of equals the first first. What is not a number has a place in it too, so
-    that every token gets experts that exist."""
+    """Different integers in the order of the logits, of equals the first first. What is not a
+    number has a place in it too, so that every token gets experts that exist."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     keys = tl.where(experts < num_experts, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     return (keys.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
@@ -59,8 +61,19 @@ def weigh(logits, chosen, WEIGHING: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(weight, at, k, num_at, num_in, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):
-    """Rows of a matrix from `at` on, transposed. Past the expert's last row comes what is not stored."""
+def tile_of(
+    weight,
+    at,
+    k,
+    num_at,
+    num_in,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Rows of a matrix from `at` on, transposed. Past the expert's last row comes what is not
+    stored."""
     if BULK:
         return weight.load([at, k]).T
     else:
@@ -68,16 +81,26 @@ def tile_of(weight, at, k, num_at, num_in, OUTS: tl.constexpr, INS: tl.constexpr
         there = outs < num_at
         if not EVEN:
             there = there & (ins < num_in)
-        return tl.load(weight + (at.to(tl.int64) * num_in + outs.to(tl.int64) * num_in + ins), mask=there, other=0.0)
+        return tl.load(
+            weight + (at.to(tl.int64) * num_in + outs.to(tl.int64) * num_in + ins),
+            mask=there,
+            other=0.0,
+        )
 
 
 @triton.jit
 def rows_of(x, rows, there, k, num_in, INS: tl.constexpr, EVEN: tl.constexpr):
     ins = k + tl.arange(0, INS)[None, :]
     if EVEN:
-        return tl.load(x + (rows[:, None].to(tl.int64) * num_in + ins), mask=there[:, None], other=0.0)
+        return tl.load(
+            x + (rows[:, None].to(tl.int64) * num_in + ins), mask=there[:, None], other=0.0
+        )
     else:
-        return tl.load(x + (rows[:, None].to(tl.int64) * num_in + ins), mask=there[:, None] & (ins < num_in), other=0.0)
+        return tl.load(
+            x + (rows[:, None].to(tl.int64) * num_in + ins),
+            mask=there[:, None] & (ins < num_in),
+            other=0.0,
+        )
 
 
 @triton.jit
@@ -96,15 +119,17 @@ def gated_block(
     if HAS_BIAS:
         outs = tl.arange(0, OUTS)
         gate += tl.load(bias_ptr + at + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + at + num_out + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + at + num_out + outs, mask=outs < left, other=0.0).to(tl.float32)[
+            None, :
+        ]
     # Of rounded values, as if they had been stored in between.
     return gated(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), ACT).to(DTYPE)
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The tally of tokens that each expert of a layer got since the start, modulo 2^32. `live`: how many of a step's tokens
-    count, [1]; those that only fill it up come after them."""
+    """The tally of tokens that each expert of a layer got since the start, modulo 2^32. `live`: how
+    many of a step's tokens count, [1]; those that only fill it up come after them."""
 
     totals_E: torch.Tensor  # int32
     live: torch.Tensor  # int32
@@ -115,7 +140,9 @@ class Tally:
         return (unused, unused) if tally is None else (tally.totals_E, tally.live)
 
 
-def options_of(num_tokens: int, tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
+def options_of(
+    num_tokens: int, tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None
+) -> dict[str, Any]:
     options = {
         "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_tokens),
@@ -125,4 +152,8 @@ def options_of(num_tokens: int, tile: Tile, num_in: int, bias: torch.Tensor | No
 
 def matrices(weight: torch.Tensor, outs: int, tile: Tile) -> torch.Tensor | TensorDescriptor:
     """All experts' rows below one another, as a kernel takes them."""
-    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [outs, tile.ins]) if tile.bulk else weight
+    return (
+        TensorDescriptor.from_tensor(weight.flatten(0, 1), [outs, tile.ins])
+        if tile.bulk
+        else weight
+    )

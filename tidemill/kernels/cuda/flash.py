@@ -1,8 +1,9 @@
 """flash-attn-4, where it is installed, for the prompts of a step.
 
-Its order of summation is its own, so only `--fast-math` may use it, and the runner tries it against our kernels first: it must
-agree with them and be faster. It takes whole requests, where our kernels take tiles of them; requests with one token stay ours
-(it has no splits on Hopper). Each of its programs looks for its tile among all requests, so a step may have only a few.
+Its order of summation is its own, so only `--fast-math` may use it, and the runner tries it against
+our kernels first: it must agree with them and be faster. It takes whole requests, where our kernels
+take tiles of them; requests with one token stay ours (it has no splits on Hopper). Each of its
+programs looks for its tile among all requests, so a step may have only a few.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any
 
 import torch
 
-from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
+from tidemill.kernels.cuda.records import (
+    PROMPT_POSITION,
+    PROMPT_ROW,
+    PROMPT_TOKEN,
+    PROMPT_TOKENS,
+    PROMPT_WIDTH,
+    PROMPTS,
+)
 from tidemill.types.model_config import LayerSpec
 
 MOST_PROMPTS = 4
@@ -35,7 +43,8 @@ def forward() -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class Prompts:
-    """A step's requests with more than one token, as flash-attn-4 wants them; those that are not there have no tokens."""
+    """A step's requests with more than one token, as flash-attn-4 wants them; those that are not
+    there have no tokens."""
 
     first: torch.Tensor  # token in the step, and one more that nobody reads
     num_new: torch.Tensor
@@ -46,12 +55,27 @@ class Prompts:
     def of(cls, words: torch.Tensor, table: torch.Tensor) -> Prompts:
         """From a step's words, on the device: the same for every layer, so it is done once."""
         width = PROMPT_WIDTH.value
-        columns = words[words[PROMPTS] + torch.arange(MOST_PROMPTS * width, device=words.device)].view(-1, width).t().contiguous()
-        first, num_new, start, row = (columns[at.value] for at in (PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW))
+        columns = (
+            words[words[PROMPTS] + torch.arange(MOST_PROMPTS * width, device=words.device)]
+            .view(-1, width)
+            .t()
+            .contiguous()
+        )
+        first, num_new, start, row = (
+            columns[at.value] for at in (PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW)
+        )
         return cls(torch.cat([first, first[-1:]]), num_new, start + num_new, table[row])
 
-    def attend(self, qkv_TC: torch.Tensor, cache: torch.Tensor, layer: int, out_TC: torch.Tensor, num_heads: int) -> None:
-        """`cache`: [P, layers, 2, G, S, D]; a page is one tile of keys, which then comes by a bulk copy."""
+    def attend(
+        self,
+        qkv_TC: torch.Tensor,
+        cache: torch.Tensor,
+        layer: int,
+        out_TC: torch.Tensor,
+        num_heads: int,
+    ) -> None:
+        """`cache`: [P, layers, 2, G, S, D]; a page is one tile of keys, which then comes by a bulk
+        copy."""
         page_size, dim = cache.shape[-2:]
         keys, values = cache[:, layer].transpose(2, 3).unbind(1)
         forward()(

@@ -1,11 +1,14 @@
-"""y = x Wᵀ + b in bf16 with float32 sums: one pass over K in order, no split, so that a row's bits depend on the row alone.
+"""y = x Wᵀ + b in bf16 with float32 sums: one pass over K in order, no split, so that a row's bits
+depend on the row alone.
 
-Which tile is fastest changes nothing in the result, so it is chosen freely by the number of rows and the shape: from a table of
-measured choices for known GPUs, else by a rule. Nor does it matter what multiplies: the vendor's library gives the same bits
-wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
-not to split K, if a trial shows that it gives our bits.
+Which tile is fastest changes nothing in the result, so it is chosen freely by the number of rows
+and the shape: from a table of measured choices for known GPUs, else by a rule. Nor does it matter
+what multiplies: the vendor's library gives the same bits wherever it makes one pass over K. With
+many rows it is faster; so it is used for a number of rows and a shape, set not to split K, if a
+trial shows that it gives our bits.
 
-A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
+A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side
+and gives silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ class Tile:
     ins: int
     stages: int
     warps: int
-    bulk: int = 0  # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes. 2: by `hopper_gemm`
+    # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes. 2: by
+    # `hopper_gemm`
+    bulk: int = 0
     halves: int = 0  # of experts: a block of at most half the rows is multiplied in half a tile
 
 
 @triton.jit
 def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.constexpr):
-    """Programs that share a strip of the weight run side by side, so that it is read once from memory."""
+    """Programs that share a strip of the weight run side by side, so that it is read once from
+    memory."""
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, OUTS)
     first = tile // (GROUP * tiles_n) * GROUP
@@ -69,7 +75,11 @@ def _gemm(
     """Matmul. Reference: `linear.linear_reference`."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     begin(AHEAD)
-    rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
+    rows, outs, ins = (
+        m * ROWS + tl.arange(0, ROWS),
+        n * OUTS + tl.arange(0, OUTS),
+        tl.arange(0, INS),
+    )
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
     acc = tl.zeros((ROWS, OUTS), tl.float32)
@@ -88,7 +98,11 @@ def _gemm(
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+    tl.store(
+        where,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out),
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -113,7 +127,11 @@ def _gemm_bulk(
     else:  # a tile of float32 would not fit beside the operands
         rows, outs = m * ROWS + tl.arange(0, ROWS), n * width + tl.arange(0, width)
         where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-        tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+        tl.store(
+            where,
+            acc.to(out_ptr.dtype.element_ty),
+            mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out),
+        )
 
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
@@ -133,11 +151,13 @@ def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
 
 @cache
 def _measured() -> dict[tuple[int, ...], dict[int, Tile]]:
-    """The fastest tiles by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`bench/gpu.py --search`) and
-    what a search at start has added (tuning.py)."""
+    """The fastest tiles by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json
+    (`bench/gpu.py --search`) and what a search at start has added (tuning.py)."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
-    return {tuple(map(int, shape.split("x"))): _to_tiles(by_rows) for shape, by_rows in shapes.items()}
+    return {
+        tuple(map(int, shape.split("x"))): _to_tiles(by_rows) for shape, by_rows in shapes.items()
+    }
 
 
 def knows(num_out: int, num_in: int) -> bool:
@@ -153,13 +173,19 @@ def know(num_out: int, num_in: int, by_rows: dict[str, list[int]]) -> None:
 def measured_tile(num_rows: int, *shape: int) -> Tile | None:
     """The tile of the next larger number of rows that was measured."""
     by_rows = _measured().get(shape)
-    return by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))] if by_rows else None
+    return (
+        by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))]
+        if by_rows
+        else None
+    )
 
 
 @cache
 def choose_tile(num_rows: int, num_out: int, num_in: int) -> Tile:
     """By measurement, else by what was mostly best."""
-    return measured_tile(num_rows, num_out, num_in) or (LIBRARY if num_rows > 64 else own_tile(num_rows, num_out))
+    return measured_tile(num_rows, num_out, num_in) or (
+        LIBRARY if num_rows > 64 else own_tile(num_rows, num_out)
+    )
 
 
 def own_tile(num_rows: int, num_out: int) -> Tile:
@@ -182,27 +208,34 @@ def keep_library_in_order() -> None:
 
 @cache
 def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
-    """Tells if the library's matmul has our bits. Products come in pairs that cancel, in random places: what is left are the
-    roundings of the sums, so that another order of summation shows in nearly every value."""
+    """Tells if the library's matmul has our bits. Products come in pairs that cancel, in random
+    places: what is left are the roundings of the sums, so that another order of summation shows in
+    nearly every value."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(num_in, generator=generator, device=device)
 
     def pairs(num: int, sign: int) -> torch.Tensor:
-        half = torch.randn(num, (num_in + 1) // 2, generator=generator, device=device, dtype=torch.bfloat16)
+        half = torch.randn(
+            num, (num_in + 1) // 2, generator=generator, device=device, dtype=torch.bfloat16
+        )
         return torch.cat([half, sign * half], 1)[:, :num_in][:, order].contiguous()
 
     x, weight = pairs(num_rows, 1), pairs(num_out, -1)
     return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
 
 
-def fastest_tile(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, any_order: bool) -> Tile:
+def fastest_tile(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, any_order: bool
+) -> Tile:
     """LIBRARY only where it can be taken. `any_order`: the sum may run in another order than ours."""
     num_rows, num_out, num_in = x_TK.shape[0], *weight_NK.shape
     tile = choose_tile(num_rows, num_out, num_in)
     if tile is not LIBRARY:
         return tile
-    if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
+    if bias_N is None and (
+        any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)
+    ):
         return LIBRARY
     return own_tile(num_rows, num_out)
 
@@ -232,7 +265,8 @@ def gemm(
     act: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
+    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its
+    type; by default like x."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
@@ -261,5 +295,17 @@ def gemm(
             bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **options)
+    launch(
+        _gemm,
+        grid,
+        x_TK,
+        weight_NK,
+        bias,
+        out,
+        num_rows,
+        num_out,
+        num_in,
+        EVEN=num_in % tile.ins == 0,
+        **options,
+    )
     return out

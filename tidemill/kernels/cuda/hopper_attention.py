@@ -1,13 +1,16 @@
-"""Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of four warps compute.
+"""Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of
+four warps compute.
 
-The same sums in the same order as `_attend_prompts` of paged_attention.py, so the same bits; faster because the fetched blocks
-serve twice as many rows, and because one group's softmax runs while the other's matmuls do, and its own: the values of a block
-are multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what
-the next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
+The same sums in the same order as `_attend_prompts` of paged_attention.py, so the same bits; faster
+because the fetched blocks serve twice as many rows, and because one group's softmax runs while the
+other's matmuls do, and its own: the values of a block are multiplied out while the next one is
+being weighted. A program stays on its multiprocessor and takes tile after tile; what the next tile
+needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 
-Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before
-the odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have
-fetched, on its way from one buffer to another, which takes issue slots from those that compute. The bits are the same.
+Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have
+the even dimensions before the odd ones (page_copies.py). Where there was no room for copies, the
+warps that fetch also make bfloat16 of what they have fetched, on its way from one buffer to
+another, which takes issue slots from those that compute. The bits are the same.
 """
 
 from __future__ import annotations
@@ -27,11 +30,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.paged_attention import ROOM
-from tidemill.kernels.cuda.records import PROMPT_COPY, PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
+from tidemill.kernels.cuda.records import (
+    PROMPT_COPY,
+    PROMPT_POSITION,
+    PROMPT_ROW,
+    PROMPT_TOKEN,
+    PROMPT_TOKENS,
+    PROMPT_WIDTH,
+)
 from tidemill.kernels.cuda.scaled_values import FP8_PAIRS, INT8_PAIRS
 
 # Names that have changed with Triton's versions.
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of this group of warps
+# of this group of warps
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 ROWS = 128
 _HALF = gl.constexpr(64)
@@ -40,7 +51,8 @@ _BUFFERS = 3
 
 @triton.constexpr_function
 def _by_thread(dim: int) -> gl.SharedLinearLayout:
-    """Results of a group in shared memory: four values of a thread side by side, then its neighbours', then the rest."""
+    """Results of a group in shared memory: four values of a thread side by side, then its
+    neighbours', then the rest."""
     mine, neighbours = [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     columns = [[0, 16 << i] for i in range((dim // 16).bit_length() - 1)]
     return gl.SharedLinearLayout([*mine, *neighbours, [8, 0], *columns, [16, 0], [32, 0]])
@@ -48,17 +60,23 @@ def _by_thread(dim: int) -> gl.SharedLinearLayout:
 
 @gluon.jit
 def _entry(lists_ptr, WORD: gl.constexpr, turn, NUM_KV_HEADS: gl.constexpr):
-    """The tile and head of this program's turn. Tiles are sorted by their work; turns go to and fro among the programs, so that
-    all have about the same."""
+    """The tile and head of this program's turn. Tiles are sorted by their work; turns go to and fro
+    among the programs, so that all have about the same."""
     num = gl.num_programs(0)
     place = gl.program_id(0)
     number = turn * num + gl.where(turn % 2 == 0, place, num - 1 - place)
-    return lists_ptr + gl.load(lists_ptr + WORD) + number // NUM_KV_HEADS * PROMPT_WIDTH, number % NUM_KV_HEADS
+    return lists_ptr + gl.load(
+        lists_ptr + WORD
+    ) + number // NUM_KV_HEADS * PROMPT_WIDTH, number % NUM_KV_HEADS
 
 
 @gluon.jit
 def _read(tile):
-    return gl.load(tile + PROMPT_TOKEN).to(gl.int64), gl.load(tile + PROMPT_TOKENS), gl.load(tile + PROMPT_POSITION)
+    return (
+        gl.load(tile + PROMPT_TOKEN).to(gl.int64),
+        gl.load(tile + PROMPT_TOKENS),
+        gl.load(tile + PROMPT_POSITION),
+    )
 
 
 @gluon.jit
@@ -94,7 +112,12 @@ def _convert(words_buf, buf, scales, FP8: gl.constexpr, words_layout: gl.constex
     words = words_buf.load(words_layout)
     asm: gl.constexpr = FP8_PAIRS if FP8 else INT8_PAIRS
     even, odd = gl.inline_asm_elementwise(
-        asm, "=r,=r,r,r", [words, scales[:, None]], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        asm,
+        "=r,=r,r,r",
+        [words, scales[:, None]],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
     )
     buf.slice(0, half, dim=1).store(even)
     buf.slice(half, half, dim=1).store(odd)
@@ -109,9 +132,17 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _tile(table_ptr, lists_ptr, table_width, turn, WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
-    """The work of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins,
-    and the number of the first copied page."""
+def _tile(
+    table_ptr,
+    lists_ptr,
+    table_width,
+    turn,
+    WORD: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
+    """The work of a turn: the head, how many blocks (0: there are no more tiles), where the page
+    table of its sequence begins, and the number of the first copied page."""
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
     num = gl.load(tile + PROMPT_TOKENS)
@@ -125,19 +156,21 @@ def _fetch_scaled(
     v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted when it is the next to
-    compute with."""
+    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted
+    when it is the next to compute with."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     num_ahead: gl.constexpr = k_words.type.shape[0]
     by_words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, by_words))
     to_values: gl.constexpr = NUM_KV_HEADS * BLOCK
     turn = 0
-    kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
+    kv_head, left, table, copy = _tile(
+        table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK
+    )
     page = gl.load(table)
     fetched, converted, count = 0, 0, 0  # count: of all blocks, copied ones as well
-    # Where the scales of blocks lie that are under way: of number n in n % 3. Those of the next are asked for while one is
-    # converted.
+    # Where the scales of blocks lie that are under way: of number n in n % 3. Those of the next are
+    # asked for while one is converted.
     scales0 = page.to(gl.int64) * page_scales + (layer_run + kv_head) * BLOCK
     scales1, scales2 = scales0, scales0
     k_scales = _scales(scales_ptr, scales0 + keys, FP8)
@@ -158,7 +191,9 @@ def _fetch_scaled(
             copy += 1
             if left == 0:
                 turn += 1
-                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
+                kv_head, left, table, copy = _tile(
+                    table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK
+                )
                 page = gl.load(table)
         elif (left > 0) & (copy == 0) & (fetched - converted < num_ahead):
             i = fetched % num_ahead
@@ -178,7 +213,9 @@ def _fetch_scaled(
             table += 1
             if left == 0:
                 turn += 1
-                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
+                kv_head, left, table, copy = _tile(
+                    table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK
+                )
             page = gl.load(table)
         else:
             i, phase = converted % num_ahead, (converted // num_ahead) & 1
@@ -208,15 +245,16 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def moved_top(highest, top, scale):
-    """The score that weights are relative to after a block with this highest one, as in paged_attention.py; and 0 instead of it
-    where a row has seen no keys."""
+    """The score that weights are relative to after a block with this highest one, as in
+    paged_attention.py; and 0 instead of it where a row has seen no keys."""
     new_top = gl.where((highest - top) * scale > ROOM, highest, top)
     return new_top, gl.where(new_top == float("-inf"), 0.0, new_top)
 
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree: in a chain each waits for the one before
+    # in a tree: in a chain each waits for the one before
+    parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))
     highest = gl.max(gl.max(gl.max(gl.max(gl.max(parts, 5), 1), 1), 1), 1)
     highest = gl.convert_layout(highest, top.type.layout)
     new_top, safe_top = moved_top(highest, top, scale)
@@ -233,8 +271,8 @@ def _sums(weights):
 
 @triton.constexpr_function
 def _multiply_unless_1(num: int) -> tuple[str, str]:
-    """A thread's `num` sums of two rows (two of the one, two of the other, and so on) times a factor for each row. A warp whose
-    factors are all 1, which is most often so, skips it."""
+    """A thread's `num` sums of two rows (two of the one, two of the other, and so on) times a
+    factor for each row. A warp whose factors are all 1, which is most often so, skips it."""
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * num + i}; " for i in range(num))
     text = f"setp.neu.f32 p, ${2 * num}, 1.0; setp.neu.or.f32 p, ${2 * num + 2}, 1.0, p; vote.sync.any.pred p, p, -1; "
     constraints = ["=f"] * num + [str(i) for i in range(num)] + ["f"] * num
@@ -246,13 +284,17 @@ def _shrunk(acc, shrink):
     num: gl.constexpr = acc.type.shape[1] // 2
     how: gl.constexpr = _multiply_unless_1(num)
     factors = gl.zeros_like(acc) + shrink[:, None]
-    return gl.inline_asm_elementwise(how[0], how[1], [acc, factors], dtype=gl.float32, is_pure=False, pack=num)
+    return gl.inline_asm_elementwise(
+        how[0], how[1], [acc, factors], dtype=gl.float32, is_pure=False, pack=num
+    )
 
 
 @gluon.jit
 def _add_up(weights, total, shrink):
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    return gl.fma(total, gl.zeros_like(total) + gl.convert_layout(shrink, rows)[:, None], _sums(weights))
+    return gl.fma(
+        total, gl.zeros_like(total) + gl.convert_layout(shrink, rows)[:, None], _sums(weights)
+    )
 
 
 @gluon.jit
@@ -276,7 +318,9 @@ def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.con
 def _now(values):
     """Has them computed here: else the compiler does it where they are used."""
     pack: gl.constexpr = 32 // values.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=pack)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=pack
+    )
 
 
 @gluon.jit
@@ -296,11 +340,16 @@ def _queries(
     width: gl.constexpr = DIM // 2 if HALVES else DIM
     rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    at = ((token0 + rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + rows % group)[:, None] * width
+    at = (
+        (token0 + rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + rows % group
+    )[:, None] * width
     valid = (rows // group < num)[:, None]
     if HALVES:
         words = gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0)
-        even, odd = words.to(gl.int16).to(gl.bfloat16, bitcast=True), (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        even, odd = (
+            words.to(gl.int16).to(gl.bfloat16, bitcast=True),
+            (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True),
+        )
         q = gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 1)), (_HALF, DIM))
         return _now(gl.convert_layout(q, layout))
     else:
@@ -319,8 +368,8 @@ def _compute(
     PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     SPLIT: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """`HALVES`: keys and values have the even dimensions first, then the odd ones. Queries and results, which have them in order,
-    come and go as words of two."""
+    """`HALVES`: keys and values have the even dimensions first, then the odd ones. Queries and
+    results, which have them in order, come and go as words of two."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     dtype: gl.constexpr = k_bufs.dtype
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -336,7 +385,9 @@ def _compute(
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     token0, num, start = _read(tile)
-    q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score)
+    q = _queries(
+        qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score
+    )
     count = 0
     while num > 0:
         end = start + num
@@ -370,7 +421,9 @@ def _compute(
             mbarrier.wait(v_full.index(before), before_phase)
             operand = gl.convert_layout(weights, for_value)
             acc_soon = warpgroup_mma(operand, v_bufs.index(before), acc, is_async=True)
-            if HALVES:  # queries are alive, as the next block needs them; those made of words would be copied here
+            # queries are alive, as the next block needs them; those made of words would be copied
+            # here
+            if HALVES:
                 scores = warpgroup_mma_wait(1, (scores_soon,))
             else:
                 scores, q = warpgroup_mma_wait(1, (scores_soon, q))
@@ -382,15 +435,21 @@ def _compute(
             exact, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale)
             old_total = total
             total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
-            weights, total = _now(exact.to(dtype)), _now(total)  # among the exponentials, which leave room for it
-            # This wait keeps the weights in front of the next one, beside the matmul: else the assembler waits for that first.
+            # among the exponentials, which leave room for it
+            weights, total = _now(exact.to(dtype)), _now(total)
+            # This wait keeps the weights in front of the next one, beside the matmul: else the
+            # assembler waits for that first.
             if block + 1 < num_blocks:
-                mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
+                mbarrier.wait(
+                    k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1
+                )
             acc, operand = warpgroup_mma_wait(0, (acc_soon, operand))
             _done_with(v_free.index(before))
             if begins:
                 weight = _in_all(old_total, score_rows)
-                all_acc, all_top, all_total = _merge(all_buf, all_top, all_total, acc, old_top, weight, scale, value_rows)
+                all_acc, all_top, all_total = _merge(
+                    all_buf, all_top, all_total, acc, old_top, weight, scale, value_rows
+                )
                 all_buf.store(all_acc)
                 acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
             else:
@@ -398,7 +457,16 @@ def _compute(
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
         q = _queries(
-            qkv_ptr, token0_next, num_next, kv_head_next, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score
+            qkv_ptr,
+            token0_next,
+            num_next,
+            kv_head_next,
+            PART,
+            NUM_HEADS,
+            NUM_KV_HEADS,
+            DIM,
+            HALVES,
+            for_score,
         )  # of the next tile
         mbarrier.wait(v_full.index(i), phase)
         v_buf = v_bufs.index(i)
@@ -411,17 +479,25 @@ def _compute(
         acc = warpgroup_mma(gl.convert_layout(weights, for_value), v_buf, acc)
         _done_with(v_free.index(i))
         weight = _in_all(total, score_rows)
-        all_acc, all_top, all_total = _merge(all_buf, all_top, all_total, acc, top, weight, scale, value_rows)
+        all_acc, all_top, all_total = _merge(
+            all_buf, all_top, all_total, acc, top, weight, scale, value_rows
+        )
         result = (all_acc / gl.convert_layout(all_total, value_rows)[:, None]).to(dtype)
         width: gl.constexpr = DIM // 2 if HALVES else DIM
         if HALVES:  # a thread has an even dimension and the odd one after it: they become a word
-            even, odd = gl.split(gl.permute(gl.reshape(result.to(gl.int16, bitcast=True), (_HALF, 2, width)), (0, 2, 1)))
+            even, odd = gl.split(
+                gl.permute(
+                    gl.reshape(result.to(gl.int16, bitcast=True), (_HALF, 2, width)), (0, 2, 1)
+                )
+            )
             result = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
         else:
             result = gl.convert_layout(result, by_line)
         rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, result.type.layout))
         columns = gl.arange(0, width, layout=gl.SliceLayout(0, result.type.layout))
-        out_at = ((token0 + rows // group) * NUM_HEADS + kv_head * group + rows % group)[:, None] * width
+        out_at = ((token0 + rows // group) * NUM_HEADS + kv_head * group + rows % group)[
+            :, None
+        ] * width
         gl.store(out_ptr + (out_at + columns[None, :]), result, mask=(rows // group < num)[:, None])
         token0, num, start, kv_head = token0_next, num_next, start_next, kv_head_next
 
@@ -472,7 +548,8 @@ def _attend_prompts_warp_specialized(
                 ),
             ),
         ],
-        [4, 4],  # a fourth of these would do to fetch, but registers are handed out to groups of four
+        # a fourth of these would do to fetch, but registers are handed out to groups of four
+        [4, 4],
         [240, 24],
     )  # fmt: skip
 
@@ -554,7 +631,8 @@ def attend_prompts_scaled(
     qkv_TC: torch.Tensor, cache: torch.Tensor, copies: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor,
     out_TC: torch.Tensor, words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
 ) -> None:  # fmt: skip
-    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words."""
+    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's
+    words."""
     num_kv_heads, block, dim = cache.shape[3:]
     codes = cache.view(torch.int16)
     rows_per_page = codes.stride(0) // (dim // 2)

@@ -1,8 +1,10 @@
-"""`gemm` and `gemm_scaled` of fp8 for many rows on Hopper GPUs, warp-specialized: one warp fetches, two groups of four multiply,
-each half of a tile's rows, and two warps activate and store. A program stays on its multiprocessor and takes tile after tile.
-Those who multiply round their sums, hand them over in shared memory and go on with the next tile at once.
+"""`gemm` and `gemm_scaled` of fp8 for many rows on Hopper GPUs, warp-specialized: one warp fetches,
+two groups of four multiply, each half of a tile's rows, and two warps activate and store. A program
+stays on its multiprocessor and takes tile after tile. Those who multiply round their sums, hand
+them over in shared memory and go on with the next tile at once.
 
-The same sums in the same order as `_gemm_bulk` and `_gemm_scaled`, so the same bits. Written in Gluon.
+The same sums in the same order as `_gemm_bulk` and `_gemm_scaled`, so the same bits. Written in
+Gluon.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.launch import is_hopper, launch
 
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # names change with versions
+# names change with versions
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 FUSED = "silu"  # the activation that is built in
-ROWS, OUTS, BYTES = 128, 256, 128  # of a tile: rows, outs, and bytes of a row that are fetched at a time
+# of a tile: rows, outs, and bytes of a row that are fetched at a time
+ROWS, OUTS, BYTES = 128, 256, 128
 BUFFERS = 3
-GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
+# strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from
+# memory once
+GROUP = 16
 _WIDTH = gl.constexpr(64)  # columns that are stored at a time
 _PARTS = gl.constexpr(4)  # of a tile's sums
 
@@ -45,7 +51,9 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def _wait():
     """Waits for the kernel before, which writes activations and their scales."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -100,7 +108,9 @@ def _multiply(
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32 if SCALED else 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, OUTS, 32 if SCALED else 16]
+    )
     _wait()
     count = 0
     turn = 0
@@ -112,7 +122,8 @@ def _multiply(
             x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
             w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
         acc = gl.zeros((half, OUTS), gl.float32, layout)
-        # The first products by themselves, so that in the loop nothing but products defines what is summed up.
+        # The first products by themselves, so that in the loop nothing but products defines what is
+        # summed up.
         acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))
         count += 1
         for _ in range(INS, num_in, INS):
@@ -145,7 +156,9 @@ def _multiply(
 @gluon.jit
 def _gated(sums):
     """silu(gate) * up of pairs of columns."""
-    gate, up = gl.split(gl.reshape(sums.to(gl.float32), (sums.type.shape[0], sums.type.shape[1] // 2, 2)))
+    gate, up = gl.split(
+        gl.reshape(sums.to(gl.float32), (sums.type.shape[0], sums.type.shape[1] // 2, 2))
+    )
     return (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
 
 
@@ -196,8 +209,12 @@ def _gemm_warp_specialized(
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS), gl.cdiv(num_out, OUTS)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [BUFFERS, ROWS, INS], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [BUFFERS, OUTS, INS], w_desc.layout)
-    first_sums = gl.allocate_shared_memory(gl.bfloat16, [_PARTS, ROWS // 2, _WIDTH], out_desc.layout)
-    second_sums = gl.allocate_shared_memory(gl.bfloat16, [_PARTS, ROWS // 2, _WIDTH], out_desc.layout)
+    first_sums = gl.allocate_shared_memory(
+        gl.bfloat16, [_PARTS, ROWS // 2, _WIDTH], out_desc.layout
+    )
+    second_sums = gl.allocate_shared_memory(
+        gl.bfloat16, [_PARTS, ROWS // 2, _WIDTH], out_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -248,7 +265,8 @@ def gemm_warp_specialized(
     bias_N: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Into `out`. `act`: "" or silu, as `gemm` has it. `scales`: of fp8, for each row of x and of the weight."""
+    """Into `out`. `act`: "" or silu, as `gemm` has it. `scales`: of fp8, for each row of x and of
+    the weight."""
     (num_rows, num_in), num_out, ins = x_TK.shape, weight_NK.shape[0], BYTES // x_TK.element_size()
     kind = gl.bfloat16 if scales is None else gl.float8e4nv
     tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_out, OUTS)
@@ -264,4 +282,6 @@ def gemm_warp_specialized(
 
 
 def descriptor(matrix: torch.Tensor, height: int, width: int, dtype: Any) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [height, width], gl.NVMMASharedLayout.get_default_for([height, width], dtype))
+    return TensorDescriptor.from_tensor(
+        matrix, [height, width], gl.NVMMASharedLayout.get_default_for([height, width], dtype)
+    )

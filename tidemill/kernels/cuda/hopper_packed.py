@@ -1,8 +1,10 @@
-"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
-shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
+"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four
+multiply. A group takes codes from shared memory to registers, makes bfloat16 of them and multiplies
+from there, and unpacks the next ones meanwhile.
 
-Where a weight has too few rows for all multiprocessors, a program has one chunk of K; the norm behind adds the chunks' sums, or a
-second kernel does. The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
+Where a weight has too few rows for all multiprocessors, a program has one chunk of K; the norm
+behind adds the chunks' sums, or a second kernel does. The same sums in the same order as
+`_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from tidemill.kernels.cuda.glu import glu
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
@@ -59,15 +65,32 @@ def _fetch(
     for block in range(gl.minimum(num_ahead - 1, num_blocks)):
         _fetch_words(words_desc, n, first, block, words_bufs, words_full, words_free, OUTS, PLANE)
     # Weights were there long before; activations are what the kernel before writes.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     for block in range(num_blocks):
         if block + num_ahead - 1 < num_blocks:
-            _fetch_words(words_desc, n, first, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
+            _fetch_words(
+                words_desc,
+                n,
+                first,
+                block + num_ahead - 1,
+                words_bufs,
+                words_full,
+                words_free,
+                OUTS,
+                PLANE,
+            )
         for plane in gl.static_range(PLANES):
             i, phase = count % num_buffers, (count // num_buffers) & 1
             mbarrier.wait(free.index(i), phase ^ 1)
             mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
-            fetch(x_desc, [m * ROWS, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+            fetch(
+                x_desc,
+                [m * ROWS, ((first + block) * PLANES + plane) * PLANE],
+                x_full.index(i),
+                x_bufs.index(i),
+            )
             count += 1
 
 
@@ -77,7 +100,9 @@ def _unpack(words, scales, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.con
     twice = gl.broadcast(((scales & 0xFFFF) | (scales << 16))[:, None], words)[0]
     other = gl.broadcast(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words)[0]
     asm: gl.constexpr = _assembly(BITS, KIND, PLANE)
-    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=gl.bfloat16, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(
+        asm, "=r,r,r,r,r,r", [words, twice, other], dtype=gl.bfloat16, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
@@ -122,7 +147,9 @@ def _multiply(
     for _ in range(1 if SPLIT else CHUNKS):
         for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
             block += 1
-            following = _scales(scales_ptr, first + gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
+            following = _scales(
+                scales_ptr, first + gl.minimum(block, num_blocks - 1), num_out, size, SIZE
+            )
             for plane in gl.static_range(planes):
                 i = count % num_buffers
                 mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
@@ -130,17 +157,23 @@ def _multiply(
                 soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
                 # The next values are made while these are multiplied.
                 if plane + 1 < planes:
-                    more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
+                    more = _unpack(
+                        words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND
+                    )
                 else:
                     if block < num_blocks:  # else what is there is not used
                         mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
-                    words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
+                    words = (
+                        words_bufs.index(block % num_ahead)
+                        .slice(first_out, 64, dim=0)
+                        .load(operand)
+                    )
                     more = _unpack(words, following[0], 0, BITS, KIND)
                 acc, values = warpgroup_mma_wait(0, (soon, values))
                 barrier()
                 mbarrier.arrive(free.index(i), count=1)
-                # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
-                # was made of all words.
+                # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads
+                # either. What has been multiplied was made of all words.
                 if plane == 0:
                     mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 values = more
@@ -156,11 +189,15 @@ def _multiply(
         lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
         partial_ptr += (first // BLOCKS).to(gl.int64) * num_rows * num_out
         at = lines[None, :] * num_out + outs[:, None]
-        gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
+        gl.store(
+            partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :]
+        )
         return
     if HAS_BIAS:
         columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
+        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[
+            :, None
+        ]
     by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
     width: gl.constexpr = 32 if ACT else 64
@@ -168,7 +205,9 @@ def _multiply(
         gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
         out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
         num_out = num_out // 2
-    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(
+        0, width, layout=gl.SliceLayout(0, out.type.layout)
+    )
     lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
     where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
     gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
@@ -184,7 +223,8 @@ def _gemm_packed_warp_specialized(
     """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all.
     Reference: `quantized_linear.quantized_linear_reference`."""
     tiles_m = gl.cdiv(num_rows, ROWS)
-    m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
+    # those that share a strip of the weight side by side
+    m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m
     first = gl.program_id(1) * BLOCKS
     if SPLIT:
         num_blocks = gl.minimum(BLOCKS, num_blocks - first)
@@ -249,14 +289,23 @@ def _add_chunks(
     _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> HopperTile:
-    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take
-    registers that more rows would need. `leave`: they need not be added up."""
+def own_tile(
+    num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False
+) -> HopperTile:
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of
+    `gemm.CHOICES` only. Sums of chunks take registers that more rows would need. `leave`: they need
+    not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
     if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
-        return HopperTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else HopperTile(256, 128, 4 * more, 3 * more, 1)
+        return (
+            HopperTile(128, 128, 6, 4 * more, 1)
+            if num_rows <= 128
+            else HopperTile(256, 128, 4 * more, 3 * more, 1)
+        )
     if num_rows <= 64:
-        return HopperTile(64, 64, 8, 4) if num_chunks > 1 else HopperTile(64, 128, 6 * more, 3 * more)
+        return (
+            HopperTile(64, 64, 8, 4) if num_chunks > 1 else HopperTile(64, 128, 6 * more, 3 * more)
+        )
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
         return HopperTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
@@ -279,7 +328,8 @@ def gemm_warp_specialized(
     act: str = "",
     leave: bool = False,
 ) -> torch.Tensor | SplitK:
-    """`act`: as `gemm` has it. `leave`: split-K partials may be returned, without a bias or an activation."""
+    """`act`: as `gemm` has it. `leave`: split-K partials may be returned, without a bias or an
+    activation."""
     num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
     leave = leave and bias_N is None and not act
     tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane, leave)
@@ -288,7 +338,11 @@ def gemm_warp_specialized(
     shape = num_rows, num_out // 2 if act and (is_fused or split) else num_out
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
-    sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
+    sums = (
+        x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32)
+        if split
+        else weight.scales_GN
+    )
     out = sums if split and leave else x_TK.new_empty(shape)
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(

@@ -1,13 +1,15 @@
-"""Two lanes: the halves of a step on two streams, so that one half's attention runs beside the other's matmuls.
+"""Two lanes: the halves of a step on two streams, so that one half's attention runs beside the
+other's matmuls.
 
-Each half is the model's own forward pass, in a thread of its own; one of the two threads runs at a time, and they change over
-after each layer's attention. So launches are issued, and captured, in one order: attention of the first half, attention of the
-second half, the next layer's of the first, and so on. On the GPU each of these waits for the one before (`in_order`), and
-everything else runs as it can. The second half may read keys and values that the first one wrote: its attention comes later. The
-first never reads those of the second.
+Each half is the model's own forward pass, in a thread of its own; one of the two threads runs at a
+time, and they change over after each layer's attention. So launches are issued, and captured, in
+one order: attention of the first half, attention of the second half, the next layer's of the first,
+and so on. On the GPU each of these waits for the one before (`in_order`), and everything else runs
+as it can. The second half may read keys and values that the first one wrote: its attention comes
+later. The first never reads those of the second.
 
-Collectives, too, keep the order in which they were issued: all ranks then have them in the same order, and no two are under way
-at a time.
+Collectives, too, keep the order in which they were issued: all ranks then have them in the same
+order, and no two are under way at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 _here = threading.local()
-new_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # of the second thread
+# of the second thread
+new_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 def lane() -> int:
@@ -30,8 +33,8 @@ def lane() -> int:
 
 @contextlib.contextmanager
 def in_order(kind: str) -> Iterator[None]:
-    """Orders launches: what is launched inside starts after what the other lane launched last inside the same kind, and is
-    done."""
+    """Orders launches: what is launched inside starts after what the other lane launched last
+    inside the same kind, and is done."""
     lanes: Lanes | None = getattr(_here, "lanes", None)
     if lanes is None:
         yield
@@ -66,9 +69,15 @@ class Lanes:
             self._may_run[1 - mine].release()
             self._may_run[mine].acquire()
 
-    def run(self, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, from what the current stream has done, which then waits for both. Called once."""
-        stream, made, failed = torch.cuda.current_stream(), list[torch.Tensor](), list[BaseException]()
+        stream, made, failed = (
+            torch.cuda.current_stream(),
+            list[torch.Tensor](),
+            list[BaseException](),
+        )
         self._stream.wait_stream(stream)
 
         def run_second() -> None:

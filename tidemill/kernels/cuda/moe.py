@@ -1,22 +1,27 @@
-"""A layer of experts in bf16 with float32 sums: each token goes through its top-k experts, and their outputs are added by weight.
+"""A layer of experts in bf16 with float32 sums: each token goes through its top-k experts, and
+their outputs are added by weight.
 
-A token's bits depend on the token alone. Each product makes one pass over its inputs in order, whichever tile multiplies (see
-gemm.py), and a token's experts are added in the order of their rank; nothing is added atomically. What is computed with what
-depends on all tokens, but only through integers.
+A token's bits depend on the token alone. Each product makes one pass over its inputs in order,
+whichever tile multiplies (see gemm.py), and a token's experts are added in the order of their rank;
+nothing is added atomically. What is computed with what depends on all tokens, but only through
+integers.
 
-One token or a few (`direct`): the programs of both products find their experts in the logits themselves, those of the second
-add a token's experts up, so that there are two launches. Otherwise five: route; place (pairs of token and rank in the order of
-experts, then of tokens, and for each product a list of blocks of rows with one expert); the two products; combine. Launches
-depend on the number of tokens only: the lists have room for any routing, and programs past their end do nothing.
+One token or a few (`direct`): the programs of both products find their experts in the logits
+themselves, those of the second add a token's experts up, so that there are two launches. Otherwise
+five: route; place (pairs of token and rank in the order of experts, then of tokens, and for each
+product a list of blocks of rows with one expert); the two products; combine. Launches depend on the
+number of tokens only: the lists have room for any routing, and programs past their end do nothing.
 
-Which expert got how many tokens is added up on the way (`Tally`): integers, whose sum does not depend on the order.
+Which expert got how many tokens is added up on the way (`Tally`): integers, whose sum does not
+depend on the order.
 
-A rank may have some of the experts (expert parallelism): it routes as all do, lists the pairs of its own experts alone, and adds
-up those; the sum over ranks is the layer's output. Launches are the same for any routing, so that graphs can be captured.
+A rank may have some of the experts (expert parallelism): it routes as all do, lists the pairs of
+its own experts alone, and adds up those; the sum over ranks is the layer's output. Launches are the
+same for any routing, so that graphs can be captured.
 
-Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that the first one's leave, and
-find their experts before they wait (fetching their weights, too, took longer); with many, the first experts' weights are fetched
-beside the routing.
+Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that
+the first one's leave, and find their experts before they wait (fetching their weights, too, took
+longer); with many, the first experts' weights are fetched beside the routing.
 
 Shape letters: T tokens, H hidden, E experts, I intermediate, P pairs of token and rank.
 """
@@ -47,7 +52,12 @@ from tidemill.kernels.cuda.expert_blocks import (
 )
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
 from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, is_compiling, launch
-from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
+from tidemill.kernels.cuda.moe_direct import (
+    MOST_DIRECT,
+    is_direct,
+    multiply_directly,
+    multiply_gated_directly,
+)
 from tidemill.types.model_config import SCORINGS
 
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
@@ -62,19 +72,27 @@ def _route(
     TOP_K: tl.constexpr, WEIGHING: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, FETCH: tl.constexpr,
     COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has. Programs past the chunks
-    fetch the weights that come next. Reference: `moe.route_reference`."""
+    """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has.
+    Programs past the chunks fetch the weights that come next. Reference: `moe.route_reference`."""
     chunk = tl.program_id(0)
     if FETCH:  # noqa: SIM102 (known when compiled; what follows is not)
         if chunk >= num_chunks:
-            fetch(fetched_ptr.to(tl.int64) + ((chunk - num_chunks) * PIECES + tl.arange(0, PIECES)) * PIECE, PIECE)
+            fetch(
+                fetched_ptr.to(tl.int64)
+                + ((chunk - num_chunks) * PIECES + tl.arange(0, PIECES)) * PIECE,
+                PIECE,
+            )
             begin(AHEAD)
             return
     begin(AHEAD)
     tokens, experts = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, EXPERTS)[None, :]
     there = tokens < num_tokens
     inside = there[:, None] & (experts < num_experts)
-    logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf"))
+    logits = tl.load(
+        logits_ptr + tokens[:, None].to(tl.int64) * num_experts + experts,
+        mask=inside,
+        other=float("-inf"),
+    )
     keys = to_keys(logits, experts, num_experts)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
     for rank in range(TOP_K):
@@ -97,7 +115,8 @@ def _route(
 def _list_blocks(
     list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
-    """A part of the list of blocks: each has up to ROWS places of one expert, which has its number among those from FIRST on."""
+    """A part of the list of blocks: each has up to ROWS places of one expert, which has its number
+    among those from FIRST on."""
     experts = tl.arange(0, EXPERTS)[None, :]
     blocks = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
@@ -119,16 +138,21 @@ def _place(
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, UP_ROWS: tl.constexpr, DOWN_ROWS: tl.constexpr,
     FIRST: tl.constexpr, NUM_OWN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The places of the pairs of a chunk of tokens when all are in the order of experts, then of tokens. Programs past the chunks
-    write the lists of blocks. NUM_OWN: of the experts from FIRST on, so many are here, and pairs of others have no place; 0: all
-    are. Reference: `moe.route_reference`."""
+    """The places of the pairs of a chunk of tokens when all are in the order of experts, then of
+    tokens. Programs past the chunks write the lists of blocks. NUM_OWN: of the experts from FIRST
+    on, so many are here, and pairs of others have no place; 0: all are. Reference:
+    `moe.route_reference`."""
     begin(AHEAD)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     counts, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, num_chunks, 16):
         chunks = first + tl.arange(0, 16)
-        some = tl.load(counts_ptr + chunks[:, None] * EXPERTS + experts[None, :], mask=chunks[:, None] < num_chunks, other=0)
+        some = tl.load(
+            counts_ptr + chunks[:, None] * EXPERTS + experts[None, :],
+            mask=chunks[:, None] < num_chunks,
+            other=0,
+        )
         counts += tl.sum(some, 0)
         before += tl.sum(tl.where(chunks[:, None] < chunk, some, 0), 0)
     own = experts >= FIRST
@@ -139,7 +163,9 @@ def _place(
     if chunk >= num_chunks:
         _list_blocks(up_ptr, chunk - num_chunks, starts, counts, num_up, UP_ROWS, EXPERTS, FIRST)
         if DOWN_ROWS != UP_ROWS:  # else it is the same list
-            _list_blocks(down_ptr, chunk - num_chunks, starts, counts, num_down, DOWN_ROWS, EXPERTS, FIRST)
+            _list_blocks(
+                down_ptr, chunk - num_chunks, starts, counts, num_down, DOWN_ROWS, EXPERTS, FIRST
+            )
         return
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
@@ -207,13 +233,19 @@ def _down_block(
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     at, left = expert * num_out + n * OUTS, num_out - n * OUTS
     for k in range(0, num_in, INS):
-        values = x.load([first, k]) if BULK else rows_of(x, first + rows, there, k, num_in, INS, EVEN)
+        values = (
+            x.load([first, k]) if BULK else rows_of(x, first + rows, there, k, num_in, INS, EVEN)
+        )
         acc = tl.dot(values, tile_of(weight, at, k, left, num_in, OUTS, INS, EVEN, BULK), acc)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + expert * num_out + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + expert * num_out + outs, mask=outs < num_out, other=0.0).to(
+            tl.float32
+        )[None, :]
     pairs = tl.load(order_ptr + first + rows, mask=there, other=0)
     where = out_ptr + pairs[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (outs[None, :] < num_out))
+    tl.store(
+        where, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (outs[None, :] < num_out)
+    )
 
 
 @triton.jit
@@ -260,10 +292,18 @@ def _combine(
         if NUM_OWN:
             number = tl.load(experts_ptr + token * TOP_K + rank) - FIRST
             here = columns < tl.where((number >= 0) & (number < NUM_OWN), width, 0)
-        value = tl.load(pairs_ptr + (token * TOP_K + rank) * width + columns, mask=here, other=0.0).to(tl.float32)
-        total = tl.fma(tl.zeros((BLOCK,), tl.float32) + tl.load(weights_ptr + token * TOP_K + rank), value, total)
+        value = tl.load(
+            pairs_ptr + (token * TOP_K + rank) * width + columns, mask=here, other=0.0
+        ).to(tl.float32)
+        total = tl.fma(
+            tl.zeros((BLOCK,), tl.float32) + tl.load(weights_ptr + token * TOP_K + rank),
+            value,
+            total,
+        )
     if HAS_SHARED:
-        total += tl.load(shared_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(shared_ptr + token * width + columns, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -281,9 +321,12 @@ class Routing:
 
 
 @cache
-def choose_tile(num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int, adds: bool = False) -> Tile:
-    """By measurement, else by the mean number of rows of an expert. It changes only where the choices of matmuls do. `adds`: with
-    few tokens a program has a tile of each of a token's experts."""
+def choose_tile(
+    num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int, adds: bool = False
+) -> Tile:
+    """By measurement, else by the mean number of rows of an expert. It changes only where the
+    choices of matmuls do. `adds`: with few tokens a program has a tile of each of a token's
+    experts."""
     measured = measured_tile(num_tokens, num_experts, num_out, num_in)
     if measured:
         return measured
@@ -306,7 +349,8 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 
 def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
-    """Programs that fetch weights meanwhile: where nearly every expert has a token, and memory is what the product waits for."""
+    """Programs that fetch weights meanwhile: where nearly every expert has a token, and memory is
+    what the product waits for."""
     if IS_INTERPRETED or num_tokens > 512 or num_pairs < 4 * len(weight):
         return 0
     return min(FETCHED, weight.nbytes) // (PIECE.value * PIECES.value)
@@ -330,7 +374,9 @@ def route(
     new = partial(torch.empty, dtype=torch.int32, device=logits_TE.device)
     experts, order, counts = new(num_pairs), new(num_pairs), new(num_chunks * wide)
     weights = torch.empty_like(order, dtype=torch.float32)
-    up_blocks, down_blocks = (new(most_blocks(num_pairs, own[1] or num_experts, rows), 4) for rows in (up_rows, down_rows))
+    up_blocks, down_blocks = (
+        new(most_blocks(num_pairs, own[1] or num_experts, rows), 4) for rows in (up_rows, down_rows)
+    )
     shape = {"TOP_K": top_k, "CHUNK": chunk, "EXPERTS": wide, "num_warps": 4 if chunk == 16 else 8}
     num_fetched = 0 if next_weight is None else _num_fetched(next_weight, num_tokens, num_pairs)
     launch(
@@ -344,7 +390,9 @@ def route(
         experts, counts, order, up_blocks, down_blocks, num_tokens, num_chunks, len(up_blocks), len(down_blocks),
         UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **how(num_tokens, _SOME),
     )  # fmt: skip
-    return Routing(experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks, own)
+    return Routing(
+        experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks, own
+    )
 
 
 def multiply_gated(
@@ -364,12 +412,20 @@ def multiply_gated(
 
 
 def multiply(
-    x_PI: torch.Tensor, weight_EHI: torch.Tensor, routing: Routing, tile: Tile, top_k: int, bias_EH: torch.Tensor | None = None
+    x_PI: torch.Tensor,
+    weight_EHI: torch.Tensor,
+    routing: Routing,
+    tile: Tile,
+    top_k: int,
+    bias_EH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows in the order of experts to results by pair."""
     _, num_out, num_in = weight_EHI.shape
     out = x_PI.new_empty(len(x_PI), num_out)
-    x = [TensorDescriptor.from_tensor(x_PI, [rows, tile.ins]) if tile.bulk else x_PI for rows in (tile.rows, tile.rows // 2)]
+    x = [
+        TensorDescriptor.from_tensor(x_PI, [rows, tile.ins]) if tile.bulk else x_PI
+        for rows in (tile.rows, tile.rows // 2)
+    ]
     launch(
         _down, (len(routing.down_blocks) * triton.cdiv(num_out, tile.outs),),
         *x, matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
@@ -379,7 +435,9 @@ def multiply(
     return out
 
 
-def combine(pairs_PH: torch.Tensor, routing: Routing, top_k: int, shared_TH: torch.Tensor | None = None) -> torch.Tensor:
+def combine(
+    pairs_PH: torch.Tensor, routing: Routing, top_k: int, shared_TH: torch.Tensor | None = None
+) -> torch.Tensor:
     num_tokens, width = len(pairs_PH) // top_k, pairs_PH.shape[1]
     out = pairs_PH.new_empty(num_tokens, width)
     launch(
@@ -406,10 +464,14 @@ def moe(
     tally: Tally | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """`gate_up`: an expert's rows of gate, then those of up. `renormalise`: a token's weights add up to 1, as they always do with
-    `topk_then_softmax`. `shared`: what is added to the experts' sum, such as the output of an expert that every token has.
-    `first`: the number of the first expert, if there are fewer matrices than logits; what the others would give is left out."""
-    (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, gate_up_E2IH.shape[1:]
+    """`gate_up`: an expert's rows of gate, then those of up. `renormalise`: a token's weights add
+    up to 1, as they always do with `topk_then_softmax`. `shared`: what is added to the experts'
+    sum, such as the output of an expert that every token has. `first`: the number of the first
+    expert, if there are fewer matrices than logits; what the others would give is left out."""
+    (num_tokens, num_experts), (num_gate_up, num_in) = (
+        router_logits_TE.shape,
+        gate_up_E2IH.shape[1:],
+    )
     weighing = weighing_of(scoring, renormalise)
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
     own = (first, len(gate_up_E2IH)) if len(gate_up_E2IH) < num_experts else (0, 0)
@@ -417,16 +479,25 @@ def moe(
     down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
     if direct:
         logits = router_logits_TE
-        rows, shares = multiply_gated_directly(x_TH, logits, gate_up_E2IH, up_tile, top_k, weighing, act, gate_up_bias_E2I, tally)
-        return multiply_directly(rows, logits, shares, down_EHI, down_tile, top_k, down_bias_EH, shared_TH)
-    routing = route(router_logits_TE, top_k, weighing, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
+        rows, shares = multiply_gated_directly(
+            x_TH, logits, gate_up_E2IH, up_tile, top_k, weighing, act, gate_up_bias_E2I, tally
+        )
+        return multiply_directly(
+            rows, logits, shares, down_EHI, down_tile, top_k, down_bias_EH, shared_TH
+        )
+    routing = route(
+        router_logits_TE, top_k, weighing, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own
+    )
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
-    return combine(multiply(rows, down_EHI, routing, down_tile, top_k, down_bias_EH), routing, top_k, shared_TH)
+    return combine(
+        multiply(rows, down_EHI, routing, down_tile, top_k, down_bias_EH), routing, top_k, shared_TH
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class InSlots:
-    """Experts that lie in slots. `slot_of`: of each expert, and of numbers past them up to a power of two and itself."""
+    """Experts that lie in slots. `slot_of`: of each expert, and of numbers past them up to a power
+    of two and itself."""
 
     slot_of: torch.Tensor  # int32
     gate_up_S2IH: torch.Tensor
@@ -447,8 +518,8 @@ def moe_in_slots(
     shared_TH: torch.Tensor | None = None,
     tally: Tally | None = None,
 ) -> torch.Tensor:
-    """The same as `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says where they are. `sizes`: 2 I
-    and H."""
+    """The same as `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says
+    where they are. `sizes`: 2 I and H."""
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, sizes
     weighing = weighing_of(scoring, renormalise)
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
@@ -458,6 +529,8 @@ def moe_in_slots(
     for blocks in {id(one): one for one in (routing.up_blocks, routing.down_blocks)}.values():
         if not is_compiling():  # else the list has not been written
             blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
-    rows = multiply_gated(x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I)
+    rows = multiply_gated(
+        x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I
+    )
     pairs = multiply(rows, there.down_SHI, routing, down_tile, top_k, there.down_bias_SH)
     return combine(pairs, routing, top_k, shared_TH)

@@ -1,4 +1,5 @@
-"""NCCL, as far as it is used here: a communicator of ranks, and copies of bytes between them on a stream. The library is torch's.
+"""NCCL, as far as it is used here: a communicator of ranks, and copies of bytes between them on a
+stream. The library is torch's.
 
 Its sums are not used: their order depends on sizes and topology.
 """
@@ -66,13 +67,19 @@ class Library:
     def init(self, shared_id: bytes, rank: int, size: int) -> ctypes.c_void_p:
         """Returns when all ranks have called it."""
         made = ctypes.c_void_p()
-        self.call("ncclCommInitRank", ctypes.byref(made), size, _Id.from_buffer_copy(shared_id), rank)
+        self.call(
+            "ncclCommInitRank", ctypes.byref(made), size, _Id.from_buffer_copy(shared_id), rank
+        )
         return made
 
-    def all_gather(self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, stream: int) -> None:
+    def all_gather(
+        self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, stream: int
+    ) -> None:
         self.call("ncclAllGather", x, out, num_bytes, _UINT8, comm, stream)
 
-    def all_to_all(self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, size: int, stream: int) -> None:
+    def all_to_all(
+        self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, size: int, stream: int
+    ) -> None:
         """`num_bytes`: for each rank."""
         self.call("ncclGroupStart")
         try:
@@ -89,14 +96,17 @@ class Library:
         return self._words(code.value) if code.value else ""
 
     def abort(self, comm: ctypes.c_void_p) -> None:
-        """Kernels that wait for other ranks end at once. Returns when no CUDA graph has the communicator any more."""
+        """Kernels that wait for other ranks end at once. Returns when no CUDA graph has the
+        communicator any more."""
         self.call("ncclCommAbort", comm)
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)
         if code in _MISUSES:
             fix = "Ranks of one host need a GPU each. NCCL_DEBUG=INFO shows more."
-            raise ConfigError(f"NCCL refuses {name}: {self._words(code)}.", fix=fix, param="collectives")
+            raise ConfigError(
+                f"NCCL refuses {name}: {self._words(code)}.", fix=fix, param="collectives"
+            )
         if code:
             raise WorkerLost(f"{name} failed: {self._words(code)}.")
 
@@ -107,13 +117,16 @@ class Library:
 
 def _found() -> ctypes.CDLL:
     bundled = Path(torch.__file__).parents[1] / "nvidia/nccl/lib/libnccl.so.2"
-    for path in ("libnccl.so.2", str(bundled)):  # the first: torch has loaded it, or it is the system's
+    # the first: torch has loaded it, or it is the system's
+    for path in ("libnccl.so.2", str(bundled)):
         try:
             return ctypes.CDLL(path)
         except OSError:
             continue
     what = "These ranks exchange by NCCL, and libnccl.so.2 was not found."
-    raise ConfigError(what, fix="Install a torch with CUDA, or nvidia-nccl-cu12.", param="collectives")
+    raise ConfigError(
+        what, fix="Install a torch with CUDA, or nvidia-nccl-cu12.", param="collectives"
+    )
 
 
 def _stream() -> int:
@@ -136,11 +149,23 @@ class Communicator:
     """A rank's end. Calls are on the current stream, and may be captured."""
 
     def __init__(
-        self, shared_id: bytes, rank: int, size: int, check: Callable[[], None], within_s: float, library: Library | None = None
+        self,
+        shared_id: bytes,
+        rank: int,
+        size: int,
+        check: Callable[[], None],
+        within_s: float,
+        library: Library | None = None,
     ) -> None:
-        """`check`: called again and again until all ranks are there; raises if there is no point in waiting."""
+        """`check`: called again and again until all ranks are there; raises if there is no point in
+        waiting."""
         self._library = library or Library()
-        self._size, self._lock, self._ending, self._is_ended = size, threading.Lock(), threading.Lock(), False
+        self._size, self._lock, self._ending, self._is_ended = (
+            size,
+            threading.Lock(),
+            threading.Lock(),
+            False,
+        )
         made, failed, done = list[ctypes.c_void_p](), list[Exception](), threading.Event()
         device = torch.cuda.current_device()
 
@@ -179,12 +204,15 @@ class Communicator:
             self._library.all_gather(self._comm, x.data_ptr(), out.data_ptr(), x.nbytes, _stream())
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Sends and receives as many parts as there are ranks: part r of x goes to rank r, part r of `out` came from there."""
+        """Sends and receives as many parts as there are ranks: part r of x goes to rank r, part r
+        of `out` came from there."""
         with self._lock:
             self._check(x, out)
             assert x.nbytes == out.nbytes
             each = x.nbytes // self._size
-            self._library.all_to_all(self._comm, x.data_ptr(), out.data_ptr(), each, self._size, _stream())
+            self._library.all_to_all(
+                self._comm, x.data_ptr(), out.data_ptr(), each, self._size, _stream()
+            )
 
     def _check(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if self._is_ended:
@@ -193,7 +221,8 @@ class Communicator:
         assert out.is_contiguous()
 
     def _warm_up(self, comm: ctypes.c_void_p, size: int) -> None:
-        """Connections are made when a kind of message first needs them, which must not be while a graph is captured."""
+        """Connections are made when a kind of message first needs them, which must not be while a
+        graph is captured."""
         num = _WARM_UP_BYTES // size
         x, out = (torch.zeros(num * size, dtype=torch.uint8, device="cuda") for _ in range(2))
         while num:
@@ -203,7 +232,8 @@ class Communicator:
         torch.cuda.current_stream().synchronize()
 
     def end(self) -> None:
-        """From any thread, also amid a call that waits. The rest of it goes once no graph has it any more."""
+        """From any thread, also amid a call that waits. The rest of it goes once no graph has it
+        any more."""
         if self._ending.acquire(blocking=False):  # by the first who calls
             self._is_ended = True
             threading.Thread(target=self._abort, name="NCCL ends", daemon=True).start()

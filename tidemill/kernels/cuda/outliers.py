@@ -1,8 +1,9 @@
-"""The outliers that 8-bit and centroid matrices leave out, added to their sums: activations too large for bytes (LLM.int8()), and
-single values of a matrix (GOBO).
+"""The outliers that 8-bit and centroid matrices leave out, added to their sums: activations too
+large for bytes (LLM.int8()), and single values of a matrix (GOBO).
 
-First the matmul of the rest, in float32, then one of these, then bias and activation: always in this order. A row's sums get what
-its own activations say; to those of other rows in a tile, products of zeros are added, which change nothing.
+First the matmul of the rest, in float32, then one of these, then bias and activation: always in
+this order. A row's sums get what its own activations say; to those of other rows in a tile,
+products of zeros are added, which change nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ def _split_rows(
     is_outlier = tl.abs(x) >= threshold
     scale, codes = quantized(tl.where(is_outlier, 0.0, x), 0, LARGEST, AHEAD)
     tl.store(codes_ptr + row * padded + columns, codes, mask=columns < padded)
-    tl.store(kept_ptr + row * padded + columns, tl.where(is_outlier, stored, 0.0), mask=columns < padded)
+    tl.store(
+        kept_ptr + row * padded + columns, tl.where(is_outlier, stored, 0.0), mask=columns < padded
+    )
     tl.store(scales_ptr + row, scale)
 
 
 def split_rows(x_TK: torch.Tensor, threshold: float, padded: int) -> tuple[Scaled, torch.Tensor]:
-    """Activations as bytes with a scale for each token, zeros instead of those of this size and more; and these, zeros
-    elsewhere."""
+    """Activations as bytes with a scale for each token, zeros instead of those of this size and
+    more; and these, zeros elsewhere."""
     num_rows, width = x_TK.shape
     codes = torch.empty(num_rows, padded, dtype=torch.int8, device=x_TK.device)
-    scales, kept = torch.empty(num_rows, dtype=torch.float32, device=x_TK.device), x_TK.new_empty(num_rows, padded)
+    scales, kept = (
+        torch.empty(num_rows, dtype=torch.float32, device=x_TK.device),
+        x_TK.new_empty(num_rows, padded),
+    )
     block = triton.next_power_of_2(padded)
     launch(
         _split_rows, (num_rows,), x_TK, codes, scales, kept, threshold, width, padded, LARGEST=LARGEST[torch.int8], BLOCK=block,
@@ -62,19 +68,39 @@ def _add_outliers(
     """Outliers of quantized weights. Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
+    rows, outs, ins = (
+        m * ROWS + tl.arange(0, ROWS),
+        n * OUTS + tl.arange(0, OUTS),
+        tl.arange(0, INS),
+    )
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):
         a = tl.load(x + k, mask=(rows[:, None] < num_rows) & (k + ins[None, :] < num_in), other=0.0)
         if tl.max(tl.max((a != 0.0).to(tl.int32), 1), 0) > 0:  # most columns have no outliers
-            b = tl.load(w + k, mask=(outs[None, :] < num_out) & (k + ins[:, None] < num_in), other=0)
+            b = tl.load(
+                w + k, mask=(outs[None, :] < num_out) & (k + ins[:, None] < num_in), other=0
+            )
             acc = tl.dot(a, b.to(a.dtype), acc)
     scales = tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)
     inside = (rows[:, None] < num_rows) & (outs[None, :] < num_out)
-    sums = tl.load(sums_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :], mask=inside, other=0.0)
-    _store(sums + acc * scales[None, :], bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+    sums = tl.load(
+        sums_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :], mask=inside, other=0.0
+    )
+    _store(
+        sums + acc * scales[None, :],
+        bias_ptr,
+        out_ptr,
+        m,
+        n,
+        num_rows,
+        num_out,
+        ROWS,
+        OUTS,
+        HAS_BIAS,
+        ACT,
+    )
 
 
 def add_outliers(
@@ -86,12 +112,14 @@ def add_outliers(
     act: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sums and the products of what `split_rows` kept, in its type, or in that of `out`. `act`: as `gemm` has it."""
+    """The sums and the products of what `split_rows` kept, in its type, or in that of `out`. `act`:
+    as `gemm` has it."""
     num_rows, num_in = kept_TK.shape
     num_out = weight.values_NK.shape[0]
     if out is None:
         out = kept_TK.new_empty(num_rows, num_out // 2 if act else num_out)
-    grid = (triton.cdiv(num_rows, 64) * triton.cdiv(num_out, 64),)  # of one tile, so that all are summed alike
+    # of one tile, so that all are summed alike
+    grid = (triton.cdiv(num_rows, 64) * triton.cdiv(num_out, 64),)
     launch(
         _add_outliers, grid, kept_TK, weight.values_NK, weight.scales, sums_TN, weight.scales if bias_N is None else bias_N, out,
         num_rows, num_out, num_in, ROWS=64, OUTS=64, INS=64, GROUP=8, HAS_BIAS=bias_N is not None, ACT=act, num_stages=2,
@@ -105,7 +133,8 @@ def add_outliers(
 
 @dataclass(frozen=True, slots=True)
 class SparseColumns:
-    """Single values of a matrix: of each output, columns and values, filled up with zeros to the most that one has."""
+    """Single values of a matrix: of each output, columns and values, filled up with zeros to the
+    most that one has."""
 
     columns_MN: torch.Tensor  # int32
     values_MN: torch.Tensor  # float32
@@ -115,7 +144,9 @@ class SparseColumns:
         return self.columns_MN.nbytes + self.values_MN.nbytes
 
 
-def sparse_columns(places: torch.Tensor, values: torch.Tensor, num_out: int, width: int) -> SparseColumns:
+def sparse_columns(
+    places: torch.Tensor, values: torch.Tensor, num_out: int, width: int
+) -> SparseColumns:
     """`places`: row * width + column, ascending."""
     row, column = places // width, places % width
     counts = torch.bincount(row, minlength=num_out)

@@ -1,14 +1,16 @@
-"""y = x Wᵀ + b with W in 2, 4 or 8 bits and activations in bfloat16: codes become bfloat16 in registers, just before they are
-multiplied.
+"""y = x Wᵀ + b with W in 2, 4 or 8 bits and activations in bfloat16: codes become bfloat16 in
+registers, just before they are multiplied.
 
-A row is cut into blocks, a block into planes of 32 or 64 neighbouring values. Word j of a block, 16 bits, holds value j of each
-plane: plane i is taken out of all words by one shift and one mask, two words at a time, and is the next operand of a matmul in
-the order of K. So the sums are those of the dequantized weight in bfloat16.
+A row is cut into blocks, a block into planes of 32 or 64 neighbouring values. Word j of a block, 16
+bits, holds value j of each plane: plane i is taken out of all words by one shift and one mask, two
+words at a time, and is the next operand of a matmul in the order of K. So the sums are those of the
+dequantized weight in bfloat16.
 
-Few rows by a long K would be one chain of dependent instructions, which takes longer than the weight takes to arrive. So K is cut
-into chunks, whose sums are added in order: by the shape of the weight alone, so that a row's bits are the same at every number of
-rows. With few rows each chunk is a program's, and the last one to finish adds them up. With many rows the weight is dequantized
-into a buffer and multiplied as bfloat16 weights are, in the same chunks.
+Few rows by a long K would be one chain of dependent instructions, which takes longer than the
+weight takes to arrive. So K is cut into chunks, whose sums are added in order: by the shape of the
+weight alone, so that a row's bits are the same at every number of rows. With few rows each chunk is
+a program's, and the last one to finish adds them up. With many rows the weight is dequantized into
+a buffer and multiplied as bfloat16 weights are, in the same chunks.
 
 Weights are the first operand, which may come from registers; rows of activations are the second.
 """
@@ -29,7 +31,8 @@ from tidemill.kernels.cuda.lanes import lane
 from tidemill.kernels.cuda.launch import HOW, begin, how, launch
 
 WORD = 16  # bits
-SMALL = 2.0**130  # a code's bits in the upper mantissa of a bfloat16 without exponent are that code over this number
+# a code's bits in the upper mantissa of a bfloat16 without exponent are that code over this number
+SMALL = 2.0**130
 MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk
 
 
@@ -48,9 +51,10 @@ class PackedTile:
 class Packed:
     """A matrix [N, K]. `kind`: what a code and the two halves of its group's word of scales mean.
 
-    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; small: the same with the scale
-    times 2**130; e2m1 and nf4: numbers of values; table: of 16 values in bfloat16 behind the scales, of which a row has one.
-    Codes of 8 bits are signed; of zeros they have none.
+    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset;
+    small: the same with the scale times 2**130; e2m1 and nf4: numbers of values; table: of 16
+    values in bfloat16 behind the scales, of which a row has one. Codes of 8 bits are signed; of
+    zeros they have none.
     """
 
     bits: int
@@ -60,7 +64,8 @@ class Packed:
     num_in: int
     chunk: int  # values of a row that are summed by themselves; all of them, if there are no more
     words_NW: torch.Tensor  # int16
-    scales_GN: torch.Tensor  # int32: scale in the low half, zero or offset in the high one, both bfloat16
+    # int32: scale in the low half, zero or offset in the high one, both bfloat16
+    scales_GN: torch.Tensor
 
     @property
     def num_out(self) -> int:
@@ -80,7 +85,8 @@ class Packed:
 
 
 def chunk_of(num_out: int, num_in: int, block: int) -> int:
-    """Four, where a weight has too few rows to occupy the GPU with few tokens; what many rows lose by it is little then."""
+    """Four, where a weight has too few rows to occupy the GPU with few tokens; what many rows lose
+    by it is little then."""
     wanted = 4 if num_in >= 2048 and num_out <= MANY_OUTS else 1
     return triton.cdiv(triton.cdiv(num_in, wanted), block) * block
 
@@ -106,8 +112,9 @@ def pack(
     chunk: int = 0,
     table: torch.Tensor | None = None,
 ) -> Packed:
-    """Packs codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name.
-    `plane`: if the groups are not smaller; 0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
+    """Packs codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`:
+    of the kind of that name. `plane`: if the groups are not smaller; 0: as the shape is best.
+    `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in
@@ -127,12 +134,16 @@ def pack(
     words = (codes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).flatten(1)
     kind, scales_NG, others_NG = _cheapest(bits, kind, scales_NG, others_NG)
     halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
-    halves = torch.nn.functional.pad(halves, (0, triton.cdiv(num_in + missing, group) - halves.shape[1]))
+    halves = torch.nn.functional.pad(
+        halves, (0, triton.cdiv(num_in + missing, group) - halves.shape[1])
+    )
     chunk = chunk or chunk_of(codes_NK.shape[0], num_in, block)
     scales_GN = halves.t().contiguous()
     if table is not None:
         assert scales_GN.shape[0] == 1, "of a table, a row has one scale"
-        behind = torch.tensor(_bytes_of(table), dtype=torch.int64).to(torch.int32).to(scales_GN.device)
+        behind = (
+            torch.tensor(_bytes_of(table), dtype=torch.int64).to(torch.int32).to(scales_GN.device)
+        )
         behind = torch.nn.functional.pad(behind, (0, -len(behind) % scales_GN.shape[1]))
         scales_GN = torch.cat([scales_GN, behind.view(-1, scales_GN.shape[1])])
     return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), scales_GN)
@@ -141,14 +152,16 @@ def pack(
 def _cheapest(
     bits: int, kind: str, scales_NG: torch.Tensor, others_NG: torch.Tensor | None
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The kind, scales and others to store: the same weights in the form that takes the fewest instructions."""
+    """The kind, scales and others to store: the same weights in the form that takes the fewest
+    instructions."""
     scales = _rounded(scales_NG)
     others = torch.zeros_like(scales) if others_NG is None else others_NG.float()
     if bits == 8 or kind not in ("zeros", "offsets"):
         return kind, scales, others + 128 if kind == "zeros" else others
     if kind == "zeros":
         offsets = -others * scales
-        if not torch.equal(_rounded(offsets), offsets):  # a zero in the middle is a power of two, whose products are exact
+        # a zero in the middle is a power of two, whose products are exact
+        if not torch.equal(_rounded(offsets), offsets):
             return kind, scales, others + 128
         others = offsets
     large = (scales.double() * SMALL).float()
@@ -172,15 +185,24 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
     words = weight.words_NW.to(torch.int32).unflatten(1, (-1, 1, weight.plane))
     codes = ((words >> shifts[:, None]) & ((1 << weight.bits) - 1)).flatten(1)[:, : weight.num_in]
     if weight.kind == "table":
-        behind = weight.scales_GN.flatten()[weight.num_out : weight.num_out + 8].view(torch.uint8).to(torch.int32).view(2, 16)
+        behind = (
+            weight.scales_GN.flatten()[weight.num_out : weight.num_out + 8]
+            .view(torch.uint8)
+            .to(torch.int32)
+            .view(2, 16)
+        )
         table = (behind[0] << 24 | behind[1] << 16).view(torch.float32)
         return table[codes] * (weight.scales_GN[0] << 16).view(torch.float32)[:, None]
-    halves = weight.scales_GN.t().repeat_interleave(min(weight.group, weight.num_in), 1)[:, : weight.num_in]
+    halves = weight.scales_GN.t().repeat_interleave(min(weight.group, weight.num_in), 1)[
+        :, : weight.num_in
+    ]
     scale, other = (halves << 16).view(torch.float32), (halves & -65536).view(torch.float32)
     if weight.bits == 8:
         codes = (codes ^ 128) - 128
     if weight.kind in ("nf4", "e2m1"):
-        return torch.tensor(NF4 if weight.kind == "nf4" else E2M1, device=codes.device)[codes] * scale
+        return (
+            torch.tensor(NF4 if weight.kind == "nf4" else E2M1, device=codes.device)[codes] * scale
+        )
     if weight.kind == "zeros":
         return (codes - (other - 128)) * scale
     if weight.kind == "small":
@@ -196,7 +218,8 @@ _OFFSETS = """{{.reg .b32 a, c; mov.b32 c, 0x43004300; shr.u32 a, $1, {shift}; l
 sub.rn.bf16x2 a, a, c; fma.rn.bf16x2 $0, a, $2, $4;}}"""
 # Bits of a code without an exponent are a subnormal number; its scale brings it back.
 _SMALL = """{{.reg .b32 a; {shift_up} a, $1, {by}; and.b32 a, a, {mask_up}; fma.rn.bf16x2 $0, a, $2, $4;}}"""
-# The lower seven bits of an int8 added to 128 are the bits of a bfloat16; the upper one makes a -128 of it or a -256.
+# The lower seven bits of an int8 added to 128 are the bits of a bfloat16; the upper one makes a
+# -128 of it or a -256.
 _BYTES = """{{.reg .b32 a, b; shr.u32 a, $1, {shift}; lop3.b32 b, a, 0x00800080, 0x43004300, 0xEA;
 lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA; sub.rn.bf16x2 a, a, b; """
 _BYTES_PLAIN = _BYTES + "mul.rn.bf16x2 $0, a, $2;}}"
@@ -210,11 +233,16 @@ def _bytes_of(table: Any) -> list[int]:
     """The bytes of 16 numbers in bfloat16: four words of their upper bytes, four of the lower ones."""
     bits = _bfloat16_bits(torch.as_tensor(table, dtype=torch.float32)).tolist()
     halves = [[(one >> shift) & 255 for one in bits] for shift in (8, 0)]
-    return [sum(byte << (8 * j) for j, byte in enumerate(half[i : i + 4])) for half in halves for i in range(0, 16, 4)]
+    return [
+        sum(byte << (8 * j) for j, byte in enumerate(half[i : i + 4]))
+        for half in halves
+        for i in range(0, 16, 4)
+    ]
 
 
 def _look_up(words: list[str]) -> str:
-    """In a table of 16 numbers, in the words of `_bytes_of`: a permutation looks up four bytes in two of them."""
+    """In a table of 16 numbers, in the words of `_bytes_of`: a permutation looks up four bytes in
+    two of them."""
     h0, h1, h2, h3, l0, l1, l2, l3 = words
     return f"""{{{{.reg .b32 a, s, m, p, q, r, t, u, v; shr.u32 a, $1, {{shift}}; and.b32 a, a, 0x000f000f;
 shr.u32 s, a, 12; or.b32 s, s, a; and.b32 s, s, 0x77; shl.b32 m, a, 4; prmt.b32 m, m, 0, 0xAA88;
@@ -259,8 +287,17 @@ def _table(scales_ptr, num_out, KIND: tl.constexpr):
 
 
 @triton.jit
-def _unpack(words, scales, table, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """A plane of words [OUTS, values], with the scales [OUTS] of its group. `table`: as `_table` has it."""
+def _unpack(
+    words,
+    scales,
+    table,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """A plane of words [OUTS, values], with the scales [OUTS] of its group. `table`: as `_table`
+    has it."""
     if KIND == "table" and AHEAD:
         twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
         look_up: tl.constexpr = _assembly(BITS, KIND, PLANE)
@@ -271,9 +308,13 @@ def _unpack(words, scales, table, PLANE: tl.constexpr, BITS: tl.constexpr, KIND:
         )  # fmt: skip
     elif AHEAD:
         twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
-        other = tl.broadcast_to(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words.shape)
+        other = tl.broadcast_to(
+            ((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words.shape
+        )
         asm: tl.constexpr = _assembly(BITS, KIND, PLANE)
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            asm, "=r,r,r,r,r,r", [words, twice, other], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:  # interpreted
         code = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
         scale = (scales << 16).to(tl.float32, bitcast=True)[:, None]
@@ -282,7 +323,11 @@ def _unpack(words, scales, table, PLANE: tl.constexpr, BITS: tl.constexpr, KIND:
             code = (code ^ 128) - 128
         if KIND == "e2m1":
             exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
-            size = tl.where(exponent == 0, mantissa * 0.5, (1.0 + mantissa * 0.5) * (1 << exponent).to(tl.float32) * 0.5)
+            size = tl.where(
+                exponent == 0,
+                mantissa * 0.5,
+                (1.0 + mantissa * 0.5) * (1 << exponent).to(tl.float32) * 0.5,
+            )
             return tl.where(code >= 8, -size, size) * scale
         elif KIND == "nf4":
             value = scale * 0.0
@@ -292,8 +337,13 @@ def _unpack(words, scales, table, PLANE: tl.constexpr, BITS: tl.constexpr, KIND:
         elif KIND == "table":
             value = scale * 0.0
             for i in tl.static_range(16):
-                high, low = (table[i // 4] >> (i % 4 * 8)) & 255, (table[4 + i // 4] >> (i % 4 * 8)) & 255
-                value = tl.where(code == i, (high << 24 | low << 16).to(tl.float32, bitcast=True), value)
+                high, low = (
+                    (table[i // 4] >> (i % 4 * 8)) & 255,
+                    (table[4 + i // 4] >> (i % 4 * 8)) & 255,
+                )
+                value = tl.where(
+                    code == i, (high << 24 | low << 16).to(tl.float32, bitcast=True), value
+                )
             return value * scale
         elif KIND == "offsets":
             return code.to(tl.float32) * scale + other
@@ -337,7 +387,11 @@ def _sum_chunk(
             elif EVEN:
                 part = tl.load(x + at, mask=rows[None, :] < num_rows, other=0.0)
             else:
-                part = tl.load(x + at, mask=(rows[None, :] < num_rows) & (at + ins[:, None] < num_in), other=0.0)
+                part = tl.load(
+                    x + at,
+                    mask=(rows[None, :] < num_rows) & (at + ins[:, None] < num_in),
+                    other=0.0,
+                )
             acc = tl.dot(part.T, weights.T, acc) if SECOND else tl.dot(weights, part, acc)
         w += PLANE
     return acc if SECOND else acc.T
@@ -354,7 +408,11 @@ def _store(
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+    tl.store(
+        where,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out),
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -364,8 +422,8 @@ def _gemm_packed(
     CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, SECOND: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `SECOND`: the weight is the second operand.
-    Reference: `quantized_linear.quantized_linear_reference`."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `SECOND`: the weight is the
+    second operand. Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     outs, num_blocks = n * OUTS + tl.arange(0, OUTS), num_words // PLANE
@@ -379,7 +437,8 @@ def _gemm_packed(
         parts = partial_ptr + tile.to(tl.int64) * (CHUNKS * OUTS * ROWS) + place
         tl.store(parts + chunk * (OUTS * ROWS), acc)
         tl.debug_barrier()
-        if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:  # the last one adds them up
+        # the last one adds them up
+        if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
             tl.store(done_ptr + tile, 0)
             total = tl.zeros((ROWS, OUTS), tl.float32)
             for i in tl.static_range(CHUNKS):
@@ -441,7 +500,11 @@ def _dequantize(
             scales = tl.load(scales_ptr + (at // SIZE).to(tl.int64) * num_out + there)
         values = _unpack(words, scales, table, i, BITS, KIND, AHEAD)
         where = out_ptr + rows[:, None].to(tl.int64) * num_in + at + ins[None, :]
-        tl.store(where, values.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (at + ins[None, :] < num_in))
+        tl.store(
+            where,
+            values.to(out_ptr.dtype.element_ty),
+            mask=(rows[:, None] < num_rows) & (at + ins[None, :] < num_in),
+        )
 
 
 def _what(weight: Packed) -> dict[str, Any]:
@@ -449,7 +512,10 @@ def _what(weight: Packed) -> dict[str, Any]:
 
 
 def dequantize(
-    weight: Packed, ids_T: torch.Tensor | None = None, out: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    weight: Packed,
+    ids_T: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """The whole matrix, or some rows; into `out`, if given."""
     num_rows = weight.num_out if ids_T is None else ids_T.shape[0]
@@ -465,7 +531,8 @@ def dequantize(
 
 
 def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
-    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of
+    `gemm.CHOICES` only."""
     if num_out > MANY_OUTS:
         if num_rows <= 16:
             return PackedTile(8 if num_rows <= 4 else 16, 64, 4, 2)
@@ -473,7 +540,11 @@ def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) ->
             return PackedTile(32, 64, 3, 4)
         if num_rows <= 64:
             return PackedTile(64, 128 if plane == 32 else 64, 3, 4)
-        return PackedTile(256, 128, 3, 8, 1) if bits > 2 and plane == 32 else PackedTile(128, 128, 2, 8, 1)
+        return (
+            PackedTile(256, 128, 3, 8, 1)
+            if bits > 2 and plane == 32
+            else PackedTile(128, 128, 2, 8, 1)
+        )
     if num_rows <= 4:
         return PackedTile(8, 64, 3, 4, 0, 1)
     if num_rows <= 32:
@@ -492,7 +563,9 @@ def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int)
 _workspaces: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _workspace(device: torch.device, num_sums: int, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _workspace(
+    device: torch.device, num_sums: int, num_tiles: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     where = device, lane()
     sums, done = _workspaces.get(where, (None, None))
     if sums is None or done is None or sums.numel() < num_sums or done.numel() < num_tiles:
@@ -541,10 +614,15 @@ def gemm_packed(
     tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits, weight.plane)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
-    num_tiles, chunks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs), weight.num_chunks
+    num_tiles, chunks = (
+        triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),
+        weight.num_chunks,
+    )
     split = bool(tile.split) and chunks > 1
     grid = (num_tiles, chunks) if split else (num_tiles,)
-    partial, done = _workspace(x_TK.device, *((num_tiles * chunks * tile.rows * tile.outs, num_tiles) if split else (1, 1)))
+    partial, done = _workspace(
+        x_TK.device, *((num_tiles * chunks * tile.rows * tile.outs, num_tiles) if split else (1, 1))
+    )
     launch(
         _gemm_packed, grid,
         TensorDescriptor.from_tensor(x_TK, [tile.rows, weight.plane]) if tile.bulk and num_in % 8 == 0 else x_TK,

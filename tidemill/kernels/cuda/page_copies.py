@@ -1,10 +1,13 @@
 """Copies in bfloat16 of the 8-bit pages that a step's prompts read, made once for each layer.
 
-A tile of a prompt has 32 tokens or so and reads all keys before them: converted where they are read, they are converted again for
-every tile. So each layer's pages of a step's prompts are converted before its attention, into a buffer that the next layer uses
-again: at most `kv_format.MOST_COPIED_BYTES`, whatever the cache holds. What has no room there is converted where it is read.
+A tile of a prompt has 32 tokens or so and reads all keys before them: converted where they are
+read, they are converted again for every tile. So each layer's pages of a step's prompts are
+converted before its attention, into a buffer that the next layer uses again: at most
+`kv_format.MOST_COPIED_BYTES`, whatever the cache holds. What has no room there is converted where
+it is read.
 
-A head's key or value has its even dimensions before its odd ones, as in all kernels of these formats (scaled_attention.py).
+A head's key or value has its even dimensions before its odd ones, as in all kernels of these
+formats (scaled_attention.py).
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ def _copy_pages(
         words = values_ptr + page * page_words + (layer_run + run) * (BLOCK * DIM // 2)
         scales_at = scales_ptr + page * page_scales + (layer_run + run) * (BLOCK // 2)
         parts = _parts(words, scales_at, keys >= 0, True, DIM, BLOCK, KIND, AHEAD)
-        at = out_ptr + ((to - 1).to(tl.int64) * tl.num_programs(0) + run) * (BLOCK * DIM) + keys * DIM
+        at = (
+            out_ptr
+            + ((to - 1).to(tl.int64) * tl.num_programs(0) + run) * (BLOCK * DIM)
+            + keys * DIM
+        )
         for i in tl.static_range(2):
             columns = i * (DIM // 2) + tl.arange(0, DIM // 2)
             tl.store(at[:, None] + columns[None, :], parts[i].to(out_ptr.dtype.element_ty))
@@ -46,7 +53,12 @@ def _copy_pages(
 
 
 def copy_pages(
-    cache: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor, words: torch.Tensor, copies: torch.Tensor
+    cache: torch.Tensor,
+    scales: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    words: torch.Tensor,
+    copies: torch.Tensor,
 ) -> None:
     """Those in the list of the step's `words`."""
     values, pairs, page_words, page_scales = places(cache, scales)

@@ -1,11 +1,13 @@
-"""Attention of a step in which some rows have a KV policy: what kernels/policy_attention.py computes, on a GPU.
+"""Attention of a step in which some rows have a KV policy: what kernels/policy_attention.py
+computes, on a GPU.
 
-A query sees all slots up to its own, so the kernels of paged_attention.py compute it, over slots instead of positions. Between
-rounds tokens are given up: few operations on large pieces, by torch. Two kernels of their own sum up the attention that slots
-get; the sums are whole numbers, so they do not depend on the order. A query that reads few pages has a page table for each KV
-head.
+A query sees all slots up to its own, so the kernels of paged_attention.py compute it, over slots
+instead of positions. Between rounds tokens are given up: few operations on large pieces, by torch.
+Two kernels of their own sum up the attention that slots get; the sums are whole numbers, so they do
+not depend on the order. A query that reads few pages has a page table for each KV head.
 
-Nothing here waits for the device, but the number of launches depends on the step: such steps are not captured.
+Nothing here waits for the device, but the number of launches depends on the step: such steps are
+not captured.
 """
 
 from __future__ import annotations
@@ -30,10 +32,22 @@ PAGES = 16  # of a program that bounds scores
 
 
 @triton.jit
-def _keys_of(cache_ptr, table, block, kv_head, layer_run, runs_per_page, end, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _keys_of(
+    cache_ptr,
+    table,
+    block,
+    kv_head,
+    layer_run,
+    runs_per_page,
+    end,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """[D, keys] of a page; past the end zeros."""
     keys = tl.arange(0, BLOCK)
-    run = cache_ptr + (tl.load(table + block).to(tl.int64) * runs_per_page + layer_run + kv_head) * (BLOCK * DIM)
+    run = cache_ptr + (
+        tl.load(table + block).to(tl.int64) * runs_per_page + layer_run + kv_head
+    ) * (BLOCK * DIM)
     at = keys[None, :] * DIM + tl.arange(0, DIM)[:, None]
     return tl.load(run + at, mask=(block * BLOCK + keys < end)[None, :], other=0.0)
 
@@ -44,8 +58,8 @@ def _weigh_slots(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a slot for each query: the binary logarithm of the sum of its powers of two. A tile: token, tokens, slot,
-    row. Reference: `policy_attention.plan_policies`."""
+    """The weight of a slot for each query: the binary logarithm of the sum of its powers of two. A
+    tile: token, tokens, slot, row. Reference: `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -56,7 +70,9 @@ def _weigh_slots(
     q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     for block in range(tl.cdiv(slot + num, BLOCK)):
-        k = _keys_of(cache_ptr, table, block, kv_head, layer_run, runs_per_page, slot + num, DIM, BLOCK)
+        k = _keys_of(
+            cache_ptr, table, block, kv_head, layer_run, runs_per_page, slot + num, DIM, BLOCK
+        )
         seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] <= (slot + rows // group)[:, None]
         scores = tl.where(seen, tl.dot(q, k) * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -71,9 +87,9 @@ def _add_to_slots(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots gets the attention of a segment's queries. A segment: token, tokens, slot, row; `sums_ptr`: for each,
-    where its row's sums [layers, KV heads, slots] begin, and how many slots they have.
-    Reference: `policy_attention.plan_policies`."""
+    """A block of slots gets the attention of a segment's queries. A segment: token, tokens, slot,
+    row; `sums_ptr`: for each, where its row's sums [layers, KV heads, slots] begin, and how many
+    slots they have. Reference: `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head, block = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -82,19 +98,27 @@ def _add_to_slots(
     table = table_ptr + tl.load(segment + 3).to(tl.int64) * table_width
     keys = block * BLOCK + tl.arange(0, BLOCK)
     if block * BLOCK < slot + count:
-        k = _keys_of(cache_ptr, table, block, kv_head, layer_run, runs_per_page, slot + count, DIM, BLOCK)
+        k = _keys_of(
+            cache_ptr, table, block, kv_head, layer_run, runs_per_page, slot + count, DIM, BLOCK
+        )
         total = tl.zeros((BLOCK,), tl.int64)
         for first in range(tl.maximum(block * BLOCK - slot, 0), count, ROWS // group):
             behind, head = first + rows // group, kv_head * group + rows % group
             valid = (behind < count) & (rows // group < ROWS // group)
             q = _queries(qkv_ptr, token0 + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-            weight = tl.load(weights_ptr + (token0 + behind) * NUM_HEADS + head, mask=valid, other=0.0)
+            weight = tl.load(
+                weights_ptr + (token0 + behind) * NUM_HEADS + head, mask=valid, other=0.0
+            )
             probs = tl.exp2(tl.dot(q, k) * scale - weight[:, None])
             seen = valid[:, None] & (keys[None, :] <= (slot + behind)[:, None])
             total += tl.sum(tl.where(seen, probs * ONE, 0.0).to(tl.int64), 0)
         own = sums_ptr + tl.program_id(1) * 2
         width = tl.load(own + 1)
-        at = tl.load(own).to(tl.pointer_type(tl.int64)) + (layer.to(tl.int64) * NUM_KV_HEADS + kv_head) * width + keys
+        at = (
+            tl.load(own).to(tl.pointer_type(tl.int64))
+            + (layer.to(tl.int64) * NUM_KV_HEADS + kv_head) * width
+            + keys
+        )
         there = keys < slot + count
         tl.store(at, tl.load(at, mask=there, other=0) + total, mask=there)
 
@@ -104,24 +128,37 @@ def _bound_pages(
     qkv_ptr, summary_ptr, table_ptr, bounds_ptr, queries_ptr, layer, num_layers, table_width, num_pages,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The most that the queries of a KV head can score with a key of a page, summed over them; its first and its last page come
-    before all others, those past the last after. A query: token, row, its last page. `summary_ptr`: [P, layers, 2, G, D].
-    Reference: `policy_attention.plan_policies`."""
+    """The most that the queries of a KV head can score with a key of a page, summed over them; its
+    first and its last page come before all others, those past the last after. A query: token, row,
+    its last page. `summary_ptr`: [P, layers, 2, G, D]. Reference:
+    `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head, group = tl.program_id(1), NUM_HEADS // NUM_KV_HEADS
     query = queries_ptr + tl.program_id(0) * 4
-    token, row, last = tl.load(query).to(tl.int64), tl.load(query + 1).to(tl.int64), tl.load(query + 2)
+    token, row, last = (
+        tl.load(query).to(tl.int64),
+        tl.load(query + 1).to(tl.int64),
+        tl.load(query + 2),
+    )
     places, columns = tl.program_id(2) * PAGES + tl.arange(0, PAGES), tl.arange(0, DIM)
     inside = (places > 0) & (places < last)
     page = tl.load(table_ptr + row * table_width + places, mask=inside, other=0).to(tl.int64)
-    at = ((page * num_layers + layer) * (2 * NUM_KV_HEADS) + kv_head)[:, None] * DIM + columns[None, :]
+    at = ((page * num_layers + layer) * (2 * NUM_KV_HEADS) + kv_head)[:, None] * DIM + columns[
+        None, :
+    ]
     low = tl.load(summary_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    high = tl.load(summary_ptr + at + NUM_KV_HEADS * DIM, mask=inside[:, None], other=0.0).to(tl.float32)
+    high = tl.load(summary_ptr + at + NUM_KV_HEADS * DIM, mask=inside[:, None], other=0.0).to(
+        tl.float32
+    )
     total = tl.zeros((PAGES,), tl.float32)
     for i in range(group):
-        q = tl.load(qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + i) * DIM + columns).to(tl.float32)
+        q = tl.load(
+            qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + i) * DIM + columns
+        ).to(tl.float32)
         total += tl.sum(tl.maximum(q[None, :] * low, q[None, :] * high), 1)
-    bound = tl.where(inside, total, tl.where((places == 0) | (places == last), float("inf"), float("-inf")))
+    bound = tl.where(
+        inside, total, tl.where((places == 0) | (places == last), float("inf"), float("-inf"))
+    )
     to = bounds_ptr + (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * num_pages + places
     tl.store(to, bound, mask=places < num_pages)
 
@@ -141,7 +178,8 @@ class Watched:
 
 @dataclass(slots=True)
 class Moved:
-    """Rows of one head in the cache, [.., S, D] flattened to [rows, D], for the first layer of a page: what goes where."""
+    """Rows of one head in the cache, [.., S, D] flattened to [rows, D], for the first layer of a
+    page: what goes where."""
 
     sources: torch.Tensor
     targets: torch.Tensor
@@ -149,7 +187,8 @@ class Moved:
 
 @dataclass(slots=True)
 class Sparse:
-    """Queries that read few pages, in layers from `dense_layers` on; before, and where there are no more pages, all of them."""
+    """Queries that read few pages, in layers from `dense_layers` on; before, and where there are no
+    more pages, all of them."""
 
     dense_layers: int
     dense: list[Lists]
@@ -177,12 +216,18 @@ class CudaPolicyStep:
     full_pages: torch.Tensor | None  # that have no summary yet
     summary: torch.Tensor  # [P, layers, 2, G, D]: the lowest and highest keys of pages
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN
+    ) -> torch.Tensor:
         kv, at = self.kv, self.kv.places[layer].index
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         for number, one in enumerate(self.rounds):
-            some, angles, weights = (qkv_TC[one.tokens], None, PLAIN) if number else (qkv_TC, kv.angles[layer], learned)
-            enter_heads(some, kv.cache, at, self.positions_T, one.slots_T, angles, kv.num_heads, weights)
+            some, angles, weights = (
+                (qkv_TC[one.tokens], None, PLAIN) if number else (qkv_TC, kv.angles[layer], learned)
+            )
+            enter_heads(
+                some, kv.cache, at, self.positions_T, one.slots_T, angles, kv.num_heads, weights
+            )
             if one.lists is not None:
                 self._attend(layer, qkv_TC, out, one.lists, learned)
             if number == 0 and self.sparse:
@@ -200,16 +245,39 @@ class CudaPolicyStep:
     ) -> None:  # fmt: skip
         kv, at = self.kv, self.kv.places[layer]
         table = kv.tables[at.group] if table is None else table
-        attend(qkv_TC, kv.cache, at.index, table, lists, out_TC, kv.specs[layer], self.positions_T, learned.sinks)
+        attend(
+            qkv_TC,
+            kv.cache,
+            at.index,
+            table,
+            lists,
+            out_TC,
+            kv.specs[layer],
+            self.positions_T,
+            learned.sinks,
+        )
 
     # ---- the attention that slots get
 
     def _watch(self, layer: int, qkv_TC: torch.Tensor, watched: Watched) -> None:
         kv, at = self.kv, self.kv.places[layer].index
-        table, weights = kv.tables[0], qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads, dtype=torch.float32)
+        table, weights = (
+            kv.tables[0],
+            qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads, dtype=torch.float32),
+        )
         num_runs = 2 * kv.num_kv_heads
-        where = at * num_runs, kv.cache.shape[1] * num_runs, table.stride(0), kv.specs[layer].scale * _LOG2_E
-        common = {"NUM_HEADS": kv.num_heads, "NUM_KV_HEADS": kv.num_kv_heads, "DIM": kv.head_dim, "BLOCK": kv.page_size}
+        where = (
+            at * num_runs,
+            kv.cache.shape[1] * num_runs,
+            table.stride(0),
+            kv.specs[layer].scale * _LOG2_E,
+        )
+        common = {
+            "NUM_HEADS": kv.num_heads,
+            "NUM_KV_HEADS": kv.num_kv_heads,
+            "DIM": kv.head_dim,
+            "BLOCK": kv.page_size,
+        }
         common |= {"ROWS": single_rows(kv.num_heads // kv.num_kv_heads), "num_warps": 4, **HOW}
         launch(
             _weigh_slots, (kv.num_kv_heads, watched.tiles.shape[0]),
@@ -235,14 +303,18 @@ class CudaPolicyStep:
     def _flat(self, layer: int) -> tuple[torch.Tensor, int]:
         """The cache as rows of one head, and where the layer's begin in a page."""
         kv = self.kv
-        return kv.cache.view(-1, kv.head_dim), self.kv.places[layer].index * 2 * kv.num_kv_heads * kv.page_size
+        return kv.cache.view(-1, kv.head_dim), self.kv.places[
+            layer
+        ].index * 2 * kv.num_kv_heads * kv.page_size
 
     def _rows_of(self, row: int, slots_GN: torch.Tensor) -> torch.Tensor:
         """The rows of `_flat` where the keys of slots are, for each KV head its own."""
         kv = self.kv
         pages = kv.tables[0][row].to(torch.int64)[slots_GN // kv.page_size]
         heads = torch.arange(kv.num_kv_heads, device=slots_GN.device).unsqueeze(1)
-        return (pages * (kv.cache.shape[1] * 2 * kv.num_kv_heads) + heads) * kv.page_size + slots_GN % kv.page_size
+        return (
+            pages * (kv.cache.shape[1] * 2 * kv.num_kv_heads) + heads
+        ) * kv.page_size + slots_GN % kv.page_size
 
     def _keep_best(self, layer: int, segment: Placed) -> None:
         kv, policy, sums = self.kv, segment.owner.policy, segment.owner.on_device
@@ -251,19 +323,33 @@ class CudaPolicyStep:
         if policy.kind == "random":
             end = segment.position + segment.count
             scores = torch.stack(
-                [random_scores(layer * kv.num_kv_heads + head, end, older) for head in range(kv.num_kv_heads)]
+                [
+                    random_scores(layer * kv.num_kv_heads + head, end, older)
+                    for head in range(kv.num_kv_heads)
+                ]
             ).to(device)
         else:
             assert sums is not None
-            scores = pooled(sums[layer, :, :older].double()) if policy.kind == "snapkv" else sums[layer, :, :older]
-        best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, : policy.kept - policy.recent]
+            scores = (
+                pooled(sums[layer, :, :older].double())
+                if policy.kind == "snapkv"
+                else sums[layer, :, :older]
+            )
+        best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[
+            :, : policy.kept - policy.recent
+        ]
         recent = torch.arange(older, num, device=device).expand(kv.num_kv_heads, -1)
         stay = torch.cat([best.sort(dim=-1).values, recent], dim=1)
         flat, first = self._flat(layer)
         kept = torch.arange(policy.kept, device=device).expand_as(stay)
-        sources, targets = self._rows_of(segment.row, stay) + first, self._rows_of(segment.row, kept) + first
+        sources, targets = (
+            self._rows_of(segment.row, stay) + first,
+            self._rows_of(segment.row, kept) + first,
+        )
         values = kv.num_kv_heads * kv.page_size  # further on than keys
-        flat[torch.stack([targets, targets + values])] = flat[torch.stack([sources, sources + values])]
+        flat[torch.stack([targets, targets + values])] = flat[
+            torch.stack([sources, sources + values])
+        ]
         if policy.kind == "h2o":
             assert sums is not None
             sums[layer, :, : policy.kept] = sums[layer].gather(1, stay)
@@ -274,7 +360,8 @@ class CudaPolicyStep:
         if angles is None or not policy.sinks:
             return
         assert segment.owner.on_device is not None
-        memory, end = segment.owner.on_device[layer], segment.position + segment.count  # [G, sinks, D]
+        # [G, sinks, D]
+        memory, end = segment.owner.on_device[layer], segment.position + segment.count
         flat, first = self._flat(layer)
         slots = torch.arange(policy.sinks, device=flat.device).expand(kv.num_kv_heads, -1)
         rows = self._rows_of(segment.row, slots) + first
@@ -290,7 +377,12 @@ class CudaPolicyStep:
             self.summary[self.full_pages, at] = torch.stack([keys.amin(2), keys.amax(2)], 1)
 
     def _attend_sparse(
-        self, layer: int, qkv_TC: torch.Tensor, out_TC: torch.Tensor, sparse: Sparse, learned: HeadWeights
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        out_TC: torch.Tensor,
+        sparse: Sparse,
+        learned: HeadWeights,
     ) -> None:
         kv, queries = self.kv, sparse.queries
         if layer < sparse.dense_layers or queries is None:
@@ -302,7 +394,9 @@ class CudaPolicyStep:
         for lists in sparse.few:
             self._attend(layer, qkv_TC, out_TC, lists, learned, read)
 
-    def _bounds(self, layer: int, qkv_TC: torch.Tensor, queries: torch.Tensor, num_pages: int) -> torch.Tensor:
+    def _bounds(
+        self, layer: int, qkv_TC: torch.Tensor, queries: torch.Tensor, num_pages: int
+    ) -> torch.Tensor:
         kv, num, table = self.kv, queries.shape[0], self.kv.tables[0]
         bounds = qkv_TC.new_empty(num, kv.num_kv_heads, num_pages, dtype=torch.float32)
         launch(
@@ -319,13 +413,26 @@ class CudaPolicyStep:
         none = torch.zeros(4, 4, dtype=torch.int32, device=qkv.device)
         for num in (FEW, FEW + 1):
             positions = torch.zeros(num, dtype=torch.int32, device=qkv.device)
-            enter_heads(qkv[:num], kv.cache, 0, positions, torch.full_like(positions, -1, dtype=torch.int64), None, kv.num_heads)
-        self._watch(0, qkv, Watched(none, none, torch.zeros(4, 2, dtype=torch.int64, device=qkv.device), 1))
+            enter_heads(
+                qkv[:num],
+                kv.cache,
+                0,
+                positions,
+                torch.full_like(positions, -1, dtype=torch.int64),
+                None,
+                kv.num_heads,
+            )
+        self._watch(
+            0, qkv, Watched(none, none, torch.zeros(4, 2, dtype=torch.int64, device=qkv.device), 1)
+        )
         self._bounds(0, qkv, none[:1], PAGES)
 
 
-def few_pages(bounds_NGP: torch.Tensor, num_N: torch.Tensor, tables_NP: torch.Tensor) -> torch.Tensor:
-    """The pages with the highest bounds for each query and KV head, so many, in their order: [N, G * P] int32."""
+def few_pages(
+    bounds_NGP: torch.Tensor, num_N: torch.Tensor, tables_NP: torch.Tensor
+) -> torch.Tensor:
+    """The pages with the highest bounds for each query and KV head, so many, in their order: [N, G
+    * P] int32."""
     num_pages = bounds_NGP.shape[-1]
     places = torch.arange(num_pages, device=bounds_NGP.device)
     order = torch.sort(bounds_NGP, dim=-1, descending=True, stable=True).indices

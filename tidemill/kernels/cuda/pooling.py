@@ -1,4 +1,5 @@
-"""Sums of hidden states over the tokens of each text, in float64: by a fixed tree within a tile of tokens, tile after tile."""
+"""Sums of hidden states over the tokens of each text, in float64: by a fixed tree within a tile of
+tokens, tile after tile."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def _pool(
 
 
 def pool_reference(hidden_TH: torch.Tensor, spans_S2: torch.Tensor) -> torch.Tensor:
-    return torch.stack([hidden_TH[first : first + num].double().sum(0) for first, num in spans_S2.tolist()])
+    return torch.stack(
+        [hidden_TH[first : first + num].double().sum(0) for first, num in spans_S2.tolist()]
+    )
 
 
 def pool(hidden_TH: torch.Tensor, spans_S2: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ def _score_experts(
     begin(AHEAD)
     token, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     inside = experts < num_experts
-    logits = tl.load(logits_ptr + token.to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf"))
+    logits = tl.load(
+        logits_ptr + token.to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf")
+    )
     if IS_SOFTMAX:
         scores = tl.exp(logits - tl.max(logits, 0))
         scores = scores / tl.sum(scores, 0)
@@ -73,7 +75,9 @@ def _score_experts(
         tl.store(out + num_experts, 64.0)
 
 
-def score_experts(logits_TE: torch.Tensor, spec: MoESpec, bias_E: torch.Tensor | None) -> torch.Tensor:
+def score_experts(
+    logits_TE: torch.Tensor, spec: MoESpec, bias_E: torch.Tensor | None
+) -> torch.Tensor:
     (num_tokens, num_experts), routing = logits_TE.shape, spec.routing
     assert routing is not None
     out = logits_TE.new_empty(num_tokens, num_experts + bool(spec.shared_size))

@@ -1,12 +1,14 @@
-"""From logits to tokens: the likeliest token, or a draw by noise that is a function of (seed, position, token).
+"""From logits to tokens: the likeliest token, or a draw by noise that is a function of (seed,
+position, token).
 
-`pick_tokens` is part of every CUDA graph of a decode step: one program looks at a stretch of one sequence's logits, a second
-kernel takes the best of all stretches and writes the token where the next step reads it. A sequence whose logits hold a NaN or
-+inf, or nothing above -inf, gets token -1.
+`pick_tokens` is part of every CUDA graph of a decode step: one program looks at a stretch of one
+sequence's logits, a second kernel takes the best of all stretches and writes the token where the
+next step reads it. A sequence whose logits hold a NaN or +inf, or nothing above -inf, gets token
+-1.
 
-`redraw` draws again for sequences with more than a temperature. Restrictions (top-k, top-p, min-p, typical-p) become one
-interval of logits per sequence, which `_pick` applies while it reads; logits are never written. The interval is found in four
-kernels:
+`redraw` draws again for sequences with more than a temperature. Restrictions (top-k, top-p, min-p,
+typical-p) become one interval of logits per sequence, which `_pick` applies while it reads; logits
+are never written. The interval is found in four kernels:
 
   _survey   maximum and sum of exponentials of each stretch
   _narrow   how many tokens (top-k) or how much probability (top-p) lie above 16 thresholds; twice, within a bracket a
@@ -14,13 +16,15 @@ kernels:
   _collect  copies the logits that can decide: those in the bracket, with top-k or typical-p also those above
   _finish   exact search in that copy: 8 thresholds a pass, 11 passes for all 32 bits of a float
 
-At 64 sequences x 151,936 tokens on an H200 the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Measured in microseconds, top-k 50
-with top-p 0.9: _survey 11, _narrow 69 (16 compare-and-add for each value), _collect 23, _finish 24, then _pick 51. Top-p alone
-on a flat distribution takes 94 in _finish (one program a sequence). Typical-p alone looks at every token there: 1,550.
+At 64 sequences x 151,936 tokens on an H200 the logits are 38.9 MB, 9 us a pass at 4.25 TB/s.
+Measured in microseconds, top-k 50 with top-p 0.9: _survey 11, _narrow 69 (16 compare-and-add for
+each value), _collect 23, _finish 24, then _pick 51. Top-p alone on a flat distribution takes 94 in
+_finish (one program a sequence). Typical-p alone looks at every token there: 1,550.
 
-All sums run in an order that depends on the vocabulary alone, so a sequence's tokens do not depend on the batch. Of equal logits
-all stay or all go. Arguments that vary after start are not specialized (integers that are multiples of 16, pointers into the
-middle of a buffer), so nothing is compiled again.
+All sums run in an order that depends on the vocabulary alone, so a sequence's tokens do not depend
+on the batch. Of equal logits all stay or all go. Arguments that vary after start are not
+specialized (integers that are multiples of 16, pointers into the middle of a buffer), so nothing is
+compiled again.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ RECORD = np.dtype(
     ]
 )
 _WORDS = tl.constexpr(RECORD.itemsize // 4)
-_ROW, _POSITION, _SOURCE, _TOP_K, _TOP_P, _LOG_MIN_P, _TYPICAL_P = (tl.constexpr(i) for i in range(1, 8))
+_ROW, _POSITION, _SOURCE, _TOP_K, _TOP_P, _LOG_MIN_P, _TYPICAL_P = (
+    tl.constexpr(i) for i in range(1, 8)
+)
 
 
 @triton.jit
@@ -72,7 +78,8 @@ def _gumbel(key, token):
     """Minus the logarithm of Exp(1) noise, which is minus the logarithm of 1 - u."""
     bits = _mix(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 1
     u = bits.to(tl.int64).to(tl.float32) * 1.0842021724855044e-19  # 2 ** -63
-    few = u + u * u * (0.5 + u * (0.3333333333 + u * 0.25))  # where the winners are, 1 - u would lose its digits
+    # where the winners are, 1 - u would lose its digits
+    few = u + u * u * (0.5 + u * (0.3333333333 + u * 0.25))
     exponential = tl.where(u < 0.0078125, few, -tl.log(tl.maximum(1.0 - u, 1e-28)))
     return -tl.log(tl.maximum(exponential, 1e-30))
 
@@ -124,12 +131,17 @@ def _pick(
     temperature = _float(draws_ptr + row * 3)
     if temperature > 0:
         low_word, high_word = tl.load(draws_ptr + row * 3 + 1), tl.load(draws_ptr + row * 3 + 2)
-        seed = low_word.to(tl.uint32, bitcast=True).to(tl.uint64) | (high_word.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
-        key = _mix(seed ^ _mix((position + 2).to(tl.uint64)))  # the token drawn comes after the last one
+        seed = low_word.to(tl.uint32, bitcast=True).to(tl.uint64) | (
+            high_word.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        )
+        # the token drawn comes after the last one
+        key = _mix(seed ^ _mix((position + 2).to(tl.uint64)))
         value = value / temperature + tl.where(token < num_tokens, _gumbel(key, token), 0.0)
     best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + s * num_stretches + stretch, best)
-    tl.store(best_at_ptr + s * num_stretches + stretch, tl.where(has_failed, -1, stretch * STRETCH + at))
+    tl.store(
+        best_at_ptr + s * num_stretches + stretch, tl.where(has_failed, -1, stretch * STRETCH + at)
+    )
 
 
 @triton.jit(
@@ -147,7 +159,9 @@ def _settle(
     stretch = tl.arange(0, BLOCK)
     there = stretch < num_stretches
     best = tl.load(best_ptr + s * num_stretches + stretch, mask=there, other=_NEVER)
-    has_failed = tl.min(tl.load(best_at_ptr + s * num_stretches + stretch, mask=there, other=0), 0) < 0
+    has_failed = (
+        tl.min(tl.load(best_at_ptr + s * num_stretches + stretch, mask=there, other=0), 0) < 0
+    )
     top, at = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.maximum(tl.load(best_at_ptr + s * num_stretches + at), 0)
     has_failed |= top == _NEVER
@@ -172,12 +186,16 @@ def pick_tokens(
     draws: torch.Tensor,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """One token for each row of logits, int32 (-1: their maximum is not finite); also entered into `tokens` after the last one.
-    Row s of the logits belongs to token index_S[s] of the step, whose row and position are given."""
+    """One token for each row of logits, int32 (-1: their maximum is not finite); also entered into
+    `tokens` after the last one. Row s of the logits belongs to token index_S[s] of the step, whose
+    row and position are given."""
     num, num_tokens = logits_SV.shape
     num_stretches = triton.cdiv(num_tokens, PICK_STRETCH)
     best = logits_SV.new_empty(num, num_stretches)
-    best_at, out = best.new_empty(best.shape, dtype=torch.int32), best.new_empty(num, dtype=torch.int32)
+    best_at, out = (
+        best.new_empty(best.shape, dtype=torch.int32),
+        best.new_empty(num, dtype=torch.int32),
+    )
     launch(
         _pick, (num, num_stretches),
         logits_SV, index_S, rows_T, positions_T, draws, best, best_at, num_tokens, num_stretches, logits_SV, index_S, best,
@@ -210,8 +228,8 @@ def _in_order(place):
 
 @triton.jit
 def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
-    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket,
-    down to its lower end."""
+    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then
+    evenly within the bracket, down to its lower end."""
     n = (number + 1).to(tl.float32)
     if ROUND == 0:
         return highest - n * (n + 5.0) * 0.125 * unit
@@ -221,29 +239,58 @@ def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
 
 @triton.jit
 def _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.constexpr):
-    """The number of tokens that are needed (top-k), else how much of the mass relative to the maximum (top-p)."""
+    """The number of tokens that are needed (top-k), else how much of the mass relative to the
+    maximum (top-p)."""
     top_k = tl.load(record_ptr + _TOP_K)
     needed = top_k.to(tl.float32)
     if top_k <= 0:
-        needed = total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * _float(record_ptr + _TOP_P)
+        needed = total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * _float(
+            record_ptr + _TOP_P
+        )
     return needed
 
 
 @triton.jit
-def _bracket(above_ptr, bracket_ptr, s, num_stretches, highest, unit, needed, ROUND: tl.constexpr, STRETCHES: tl.constexpr):
-    """After so many rounds: the limit is at least `low` and below `high`; and what lies at or above `high`."""
-    low, high, above = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32), tl.full((), 0.0, tl.float32)
+def _bracket(
+    above_ptr,
+    bracket_ptr,
+    s,
+    num_stretches,
+    highest,
+    unit,
+    needed,
+    ROUND: tl.constexpr,
+    STRETCHES: tl.constexpr,
+):
+    """After so many rounds: the limit is at least `low` and below `high`; and what lies at or above
+    `high`."""
+    low, high, above = (
+        tl.full((), _NEVER, tl.float32),
+        tl.full((), -_NEVER, tl.float32),
+        tl.full((), 0.0, tl.float32),
+    )
     if ROUND > 0:
         if ROUND > 1:
-            low, high, above = tl.load(bracket_ptr), tl.load(bracket_ptr + 1), tl.load(bracket_ptr + 2)
-        if (ROUND == 1) | (low > _NEVER):  # else it is lower than 42 units below the maximum, and stays unknown
+            low, high, above = (
+                tl.load(bracket_ptr),
+                tl.load(bracket_ptr + 1),
+                tl.load(bracket_ptr + 2),
+            )
+        # else it is lower than 42 units below the maximum, and stays unknown
+        if (ROUND == 1) | (low > _NEVER):
             stretch, number = tl.arange(0, STRETCHES), tl.arange(0, _THRESHOLDS)
             place = (s * num_stretches + stretch)[:, None] * _THRESHOLDS + number[None, :]
-            each = above + tl.sum(tl.load(above_ptr + place, mask=(stretch < num_stretches)[:, None], other=0.0), 0)
+            each = above + tl.sum(
+                tl.load(above_ptr + place, mask=(stretch < num_stretches)[:, None], other=0.0), 0
+            )
             reached = tl.sum((each < needed).to(tl.int32), 0)  # the first threshold that reaches it
             before = tl.sum(tl.where(number == reached - 1, each, 0.0), 0)
-            new_low = tl.where(reached < _THRESHOLDS, _threshold(reached, low, high, highest, unit, ROUND - 1), low)
-            high = tl.where(reached > 0, _threshold(reached - 1, low, high, highest, unit, ROUND - 1), high)
+            new_low = tl.where(
+                reached < _THRESHOLDS, _threshold(reached, low, high, highest, unit, ROUND - 1), low
+            )
+            high = tl.where(
+                reached > 0, _threshold(reached - 1, low, high, highest, unit, ROUND - 1), high
+            )
             above = tl.where(reached > 0, before, above)
             low = new_low
     return low, high, above
@@ -274,7 +321,9 @@ def _survey(
 def highest_of(stats_ptr, s, num_stretches, STRETCHES: tl.constexpr):
     number = tl.arange(0, STRETCHES)
     there = number < num_stretches
-    return tl.max(tl.load(stats_ptr + (s * num_stretches + number) * 2, mask=there, other=_NEVER), 0)
+    return tl.max(
+        tl.load(stats_ptr + (s * num_stretches + number) * 2, mask=there, other=_NEVER), 0
+    )
 
 
 @triton.jit
@@ -287,24 +336,43 @@ def total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.co
     return tl.sum(tl.where(top != _NEVER, mass * tl.exp((top - highest) / temperature), 0.0), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr", "brackets_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "draws_ptr",
+        "records_ptr",
+        "stats_ptr",
+        "above_ptr",
+        "brackets_ptr",
+    ]
+)
 def _narrow(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, num_tokens, num_stretches, part,
     ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The results of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper
-    end of the bracket. `part`: words of the results of one round. Reference: `torch.sort`."""
+    """The results of each stretch: number (top-k) or probability mass (top-p) of the tokens between
+    each threshold and the upper end of the bracket. `part`: words of the results of one round.
+    Reference: `torch.sort`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr, bracket_ptr = records_ptr + s * _WORDS, brackets_ptr + s * 3
-    temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
+    temperature, top_k = (
+        _float(draws_ptr + tl.load(record_ptr + _ROW) * 3),
+        tl.load(record_ptr + _TOP_K),
+    )
     if (temperature > 0) & ((top_k > 0) | (_float(record_ptr + _TOP_P) < 1)):
-        highest, unit = highest_of(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
+        highest, unit = (
+            highest_of(stats_ptr, s, num_stretches, STRETCHES),
+            tl.where(top_k > 0, 1.0, temperature),
+        )
         low, high = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32)
         if ROUND > 0:
-            needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+            needed = _needed(
+                record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES
+            )
             before_ptr = above_ptr + (ROUND - 1) * part
-            low, high, above = _bracket(before_ptr, bracket_ptr, s, num_stretches, highest, unit, needed, ROUND, STRETCHES)
+            low, high, above = _bracket(
+                before_ptr, bracket_ptr, s, num_stretches, highest, unit, needed, ROUND, STRETCHES
+            )
             if stretch == 0:
                 tl.store(bracket_ptr, low)
                 tl.store(bracket_ptr + 1, high)
@@ -322,7 +390,10 @@ def _narrow(
                     weight = tl.exp((value - highest) / temperature)
                 weight = tl.where((value > _NEVER) & (value < high), weight, 0.0)
                 sums += tl.where(value[None, :] >= threshold[:, None], weight[None, :], 0.0)
-            tl.store(above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS + number, tl.sum(sums, 1))
+            tl.store(
+                above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS + number,
+                tl.sum(sums, 1),
+            )
 
 
 @triton.jit(
@@ -335,21 +406,41 @@ def _collect(
     num_tokens, num_stretches, part,
     ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Copies the logits that decide the restrictions: of top-p alone those within the bracket, else all above its lower end. Also
-    writes that end and the mass of what lies above the bracket and was not copied.
-    Reference: `torch.sort`."""
+    """Copies the logits that decide the restrictions: of top-p alone those within the bracket, else
+    all above its lower end. Also writes that end and the mass of what lies above the bracket and
+    was not copied. Reference: `torch.sort`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr = records_ptr + s * _WORDS
-    temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
+    temperature, top_k = (
+        _float(draws_ptr + tl.load(record_ptr + _ROW) * 3),
+        tl.load(record_ptr + _TOP_K),
+    )
     top_p, typical_p = _float(record_ptr + _TOP_P), _float(record_ptr + _TYPICAL_P)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (typical_p < 1)):
-        highest, unit = highest_of(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
-        low, high, above = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32), tl.full((), 0.0, tl.float32)
+        highest, unit = (
+            highest_of(stats_ptr, s, num_stretches, STRETCHES),
+            tl.where(top_k > 0, 1.0, temperature),
+        )
+        low, high, above = (
+            tl.full((), _NEVER, tl.float32),
+            tl.full((), -_NEVER, tl.float32),
+            tl.full((), 0.0, tl.float32),
+        )
         if (top_k > 0) | (top_p < 1):
-            needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+            needed = _needed(
+                record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES
+            )
             low, high, above = _bracket(
-                above_ptr + (ROUND - 1) * part, brackets_ptr + s * 3, s, num_stretches, highest, unit, needed, ROUND, STRETCHES
+                above_ptr + (ROUND - 1) * part,
+                brackets_ptr + s * 3,
+                s,
+                num_stretches,
+                highest,
+                unit,
+                needed,
+                ROUND,
+                STRETCHES,
             )
         else:
             low = highest + temperature * _float(record_ptr + _LOG_MIN_P)
@@ -364,7 +455,9 @@ def _collect(
             stays = (value >= low) & (value < high) & (value > _NEVER)
             num = tl.sum(stays.to(tl.int32), 0)
             if num > 0:
-                tl.store(target_ptr + size + tl.cumsum(stays.to(tl.int32), 0) - 1, value, mask=stays)
+                tl.store(
+                    target_ptr + size + tl.cumsum(stays.to(tl.int32), 0) - 1, value, mask=stays
+                )
                 size += num
         tl.store(sizes_ptr + s * num_stretches + stretch, size)
         if stretch == 0:
@@ -377,8 +470,9 @@ def _search(
     kept_ptr, size, most, highest, temperature, low, high, needed, floor, mean,
     COUNTS: tl.constexpr, TYPICAL: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The highest place in the order of floats, from `low` to `high`, such that the tokens at or above it number `needed` or have
-    that mass. `low` is taken to fulfil it. TYPICAL orders tokens of at least `floor` by how near to `mean` they are."""
+    """The highest place in the order of floats, from `low` to `high`, such that the tokens at or
+    above it number `needed` or have that mass. `low` is taken to fulfil it. TYPICAL orders tokens
+    of at least `floor` by how near to `mean` they are."""
     depth: tl.constexpr = TILE // STRETCHES
     element, lane = tl.arange(0, TILE), tl.arange(0, 8)
     stretch, inside = element // depth, element % depth
@@ -388,12 +482,18 @@ def _search(
         above = tl.zeros((TILE, 8), tl.float32)
         for first in range(0, most, depth):
             there = first + inside < size
-            value = tl.load(kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER)
+            value = tl.load(
+                kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER
+            )
             weight = there.to(tl.float32)
             if not COUNTS:
-                weight = tl.where(there & (value >= floor), tl.exp((value - highest) / temperature), 0.0)
+                weight = tl.where(
+                    there & (value >= floor), tl.exp((value - highest) / temperature), 0.0
+                )
             key = -tl.abs((value - highest) / temperature - mean) if TYPICAL else value
-            above += tl.where(_order(key)[:, None] >= place.to(tl.int32)[None, :], weight[:, None], 0.0)
+            above += tl.where(
+                _order(key)[:, None] >= place.to(tl.int32)[None, :], weight[:, None], 0.0
+            )
         reached = (lane == 0) | ((tl.sum(above, 0) >= needed) & (place <= high))
         low += (tl.sum(reached.to(tl.int64), 0) - 1) * step
         high = tl.minimum(high, low + step - 1)
@@ -402,17 +502,27 @@ def _search(
 
 @triton.jit
 def _moments(
-    kept_ptr, size, most, highest, temperature, floor, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, TILE: tl.constexpr
+    kept_ptr,
+    size,
+    most,
+    highest,
+    temperature,
+    floor,
+    STRETCH: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """The moments of the kept logits of at least `floor`: sum of exponentials, and the mean log-probability relative to the
-    maximum."""
+    """The moments of the kept logits of at least `floor`: sum of exponentials, and the mean
+    log-probability relative to the maximum."""
     depth: tl.constexpr = TILE // STRETCHES
     element = tl.arange(0, TILE)
     stretch, inside = element // depth, element % depth
     mass, moment = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for first in range(0, most, depth):
         there = first + inside < size
-        value = tl.load(kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER)
+        value = tl.load(
+            kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER
+        )
         below = (value - highest) / temperature
         weight = tl.where(there & (value >= floor), tl.exp(below), 0.0)
         mass += weight
@@ -428,7 +538,9 @@ def _typical(
 ):  # fmt: skip
     """Lowest and highest of the logits whose surprise is nearest to the entropy. With x = (v - max) / T the surprise is log Z - x
     and the entropy log Z - mean(x), so the distance is |x - mean(x)|."""
-    total, mean = _moments(kept_ptr, size, most, highest, temperature, floor, STRETCH, STRETCHES, TILE)
+    total, mean = _moments(
+        kept_ptr, size, most, highest, temperature, floor, STRETCH, STRETCHES, TILE
+    )
     low, high = tl.full((), _LOWEST, tl.int64), tl.full((), -1, tl.int64)  # -1: place of -0.0
     nearest = _search(
         kept_ptr, size, most, highest, temperature, low, high, total * typical_p, floor, mean,
@@ -440,14 +552,27 @@ def _typical(
     bottom, top = tl.full((TILE,), -_NEVER, tl.float32), tl.full((TILE,), _NEVER, tl.float32)
     for first in range(0, most, depth):
         there = first + inside < size
-        value = tl.load(kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER)
+        value = tl.load(
+            kept_ptr + stretch.to(tl.int64) * STRETCH + first + inside, mask=there, other=_NEVER
+        )
         key = -tl.abs((value - highest) / temperature - mean)
         stays = there & (value >= floor) & (_order(key) >= nearest.to(tl.int32))
-        bottom, top = tl.minimum(bottom, tl.where(stays, value, -_NEVER)), tl.maximum(top, tl.where(stays, value, _NEVER))
+        bottom, top = (
+            tl.minimum(bottom, tl.where(stays, value, -_NEVER)),
+            tl.maximum(top, tl.where(stays, value, _NEVER)),
+        )
     return tl.min(bottom, 0), tl.max(top, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "sizes_ptr", "limits_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "draws_ptr",
+        "records_ptr",
+        "stats_ptr",
+        "sizes_ptr",
+        "limits_ptr",
+    ]
+)
 def _finish(
     records_ptr, draws_ptr, stats_ptr, kept_ptr, sizes_ptr, limits_ptr, num_stretches,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
@@ -457,7 +582,10 @@ def _finish(
     begin(AHEAD)
     s = tl.program_id(0).to(tl.int64)
     record_ptr, limits_ptr = records_ptr + s * _WORDS, limits_ptr + s * 2
-    temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
+    temperature, top_k = (
+        _float(draws_ptr + tl.load(record_ptr + _ROW) * 3),
+        tl.load(record_ptr + _TOP_K),
+    )
     top_p, typical_p = _float(record_ptr + _TOP_P), _float(record_ptr + _TYPICAL_P)
     low, high = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32)
     if temperature > 0:
@@ -465,7 +593,9 @@ def _finish(
         stretch = tl.arange(0, TILE) // (TILE // STRETCHES)
         size = tl.zeros((TILE,), tl.int32)
         if (top_k > 0) | (top_p < 1) | (typical_p < 1):
-            size = tl.load(sizes_ptr + s * num_stretches + stretch, mask=stretch < num_stretches, other=0)
+            size = tl.load(
+                sizes_ptr + s * num_stretches + stretch, mask=stretch < num_stretches, other=0
+            )
         most, kept_ptr = tl.max(size, 0), kept_ptr + s * num_stretches * STRETCH
         last, base = _order(highest).to(tl.int64), tl.full((), _LOWEST, tl.int64)
         if (top_k > 0) | (top_p < 1):
@@ -478,7 +608,17 @@ def _finish(
         if top_p < 1:
             total = tl.full((), 0.0, tl.float32)
             if top_k > 0:
-                total, _ = _moments(kept_ptr, size, most, highest, temperature, _in_order(base), STRETCH, STRETCHES, TILE)
+                total, _ = _moments(
+                    kept_ptr,
+                    size,
+                    most,
+                    highest,
+                    temperature,
+                    _in_order(base),
+                    STRETCH,
+                    STRETCHES,
+                    TILE,
+                )
             else:
                 total = total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
             needed = total * top_p - tl.load(limits_ptr + 1)
@@ -488,7 +628,9 @@ def _finish(
             )  # fmt: skip
         low = tl.maximum(_in_order(base), highest + temperature * _float(record_ptr + _LOG_MIN_P))
         if typical_p < 1:
-            low, high = _typical(kept_ptr, size, most, highest, temperature, low, typical_p, STRETCH, STRETCHES, TILE)
+            low, high = _typical(
+                kept_ptr, size, most, highest, temperature, low, typical_p, STRETCH, STRETCHES, TILE
+            )
     tl.store(limits_ptr, low)
     tl.store(limits_ptr + 1, high)
 
@@ -500,7 +642,8 @@ class Workspace:
     best: torch.Tensor
     best_at: torch.Tensor
     stats: torch.Tensor  # of a stretch: maximum, sum of exponentials
-    above: torch.Tensor  # of a round and a stretch: number or mass between each threshold and the bracket's upper end
+    # of a round and a stretch: number or mass between each threshold and the bracket's upper end
+    above: torch.Tensor
     brackets: torch.Tensor  # within which a limit lies, and what lies above
     kept: torch.Tensor  # of a stretch: the logits that decide
     sizes: torch.Tensor  # and how many they are
@@ -530,13 +673,25 @@ def find_limits(
     thresholds: bool = True,
     search: bool = True,
 ) -> None:
-    """Into work.limits: the interval of logits that each sequence's restrictions leave. `thresholds`: some sequence has top-k or
-    top-p; `search`: or typical-p."""
+    """Into work.limits: the interval of logits that each sequence's restrictions leave.
+    `thresholds`: some sequence has top-k or top-p; `search`: or typical-p."""
     num, num_tokens = records.shape[0], logits_NV.shape[1]
     num_stretches = triton.cdiv(num_tokens, SEARCH_STRETCH)
     stretches, part = triton.next_power_of_2(num_stretches), work.above.numel() // _ROUNDS
     grid, how = (num, num_stretches), {"STRETCH": SEARCH_STRETCH, **HOW}
-    launch(_survey, grid, logits_NV, adjusted_AV, records, draws, work.stats, num_tokens, num_stretches, num_warps=8, **how)
+    launch(
+        _survey,
+        grid,
+        logits_NV,
+        adjusted_AV,
+        records,
+        draws,
+        work.stats,
+        num_tokens,
+        num_stretches,
+        num_warps=8,
+        **how,
+    )
     how["STRETCHES"] = stretches
     if thresholds:
         for number in range(_ROUNDS):
@@ -568,8 +723,8 @@ def redraw(
     work: Workspace,
     limited: bool,
 ) -> None:
-    """Draw again for the sequences of `records` (RECORD as int32 words): into `tokens` and into `out_N`, where -1 stays -1.
-    `limited`: within the limits found for them."""
+    """Draw again for the sequences of `records` (RECORD as int32 words): into `tokens` and into
+    `out_N`, where -1 stays -1. `limited`: within the limits found for them."""
     num, num_tokens = records.shape[0], logits_NV.shape[1]
     num_stretches = triton.cdiv(num_tokens, PICK_STRETCH)
     launch(

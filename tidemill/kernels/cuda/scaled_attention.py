@@ -1,20 +1,24 @@
-"""Attention over a KV cache of 8-bit values with a scale for each token and head, fp8 (e4m3) or int8; or of 4-bit values, int4,
-with a scale and an offset.
+"""Attention over a KV cache of 8-bit values with a scale for each token and head, fp8 (e4m3) or
+int8; or of 4-bit values, int4, with a scale and an offset.
 
-The same work lists, splits and order of summation as paged_attention.py, whose parts it uses. A tile is loaded as it is
-stored, two values (or four) in a word of 16 bits, and becomes bfloat16 in registers: value times scale, rounded once. So
-matmuls stay those of bfloat16 with sums in float32, and no copy of a cache in bfloat16 is in memory (but of what a step's
-prompts read in a layer: page_copies.py).
+The same work lists, splits and order of summation as paged_attention.py, whose parts it uses. A
+tile is loaded as it is stored, two values (or four) in a word of 16 bits, and becomes bfloat16 in
+registers: value times scale, rounded once. So matmuls stay those of bfloat16 with sums in float32,
+and no copy of a cache in bfloat16 is in memory (but of what a step's prompts read in a layer:
+page_copies.py).
 
-A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So dimensions come in parts: the even
-ones, then the odd ones; of int4, those of the first half of a head, then those of the second. Scores add the products of one
-part after the other, in every kernel; results of a split are kept in parts until they are written.
+A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So
+dimensions come in parts: the even ones, then the odd ones; of int4, those of the first half of a
+head, then those of the second. Scores add the products of one part after the other, in every
+kernel; results of a split are kept in parts until they are written.
 
-Single tokens have few rows, so keys and values are the first operand of their matmuls, whose tile has 16 rows at least, and
-queries the second, with 8. Sums over dimensions and over keys have the same order either way, and so the same bits.
+Single tokens have few rows, so keys and values are the first operand of their matmuls, whose tile
+has 16 rows at least, and queries the second, with 8. Sums over dimensions and over keys have the
+same order either way, and so the same bits.
 
-Scales of fp8 are powers of two. So they may as well meet scores and weights as keys and values: no bit changes. Single tokens,
-of which each has its keys and values to itself, do that: it takes half the instructions.
+Scales of fp8 are powers of two. So they may as well meet scores and weights as keys and values: no
+bit changes. Single tokens, of which each has its keys and values to itself, do that: it takes half
+the instructions.
 """
 
 from __future__ import annotations
@@ -68,7 +72,16 @@ from tidemill.kernels.cuda.scaled_values import KINDS, _parts, _places, _plain, 
 
 
 @triton.jit
-def _scores(q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+def _scores(
+    q,
+    values_ptr,
+    scales_ptr,
+    there,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     """`values_ptr`, `scales_ptr`: of a page's keys of a head."""
     k = _parts(values_ptr, scales_ptr, there, False, DIM, BLOCK, KIND, AHEAD)
     scores = tl.dot(q[1], k[1], tl.dot(q[0], k[0]))
@@ -79,7 +92,14 @@ def _scores(q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _scores_by_key(
-    q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr
+    q,
+    values_ptr,
+    scales_ptr,
+    there,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The same of queries as `_columns_of` makes them."""
     if KIND == 1:
@@ -128,13 +148,20 @@ def _add_values_by_key(
 
 @triton.jit
 def _columns_of(q, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """Queries with a column for each. For fp8 they become float16: times a power of two that brings the largest value of a query
-    to between 2**14 and 2**15; and what scores are multiplied by, to be what they would be without."""
+    """Queries with a column for each. For fp8 they become float16: times a power of two that brings
+    the largest value of a query to between 2**14 and 2**15; and what scores are multiplied by, to
+    be what they would be without."""
     if KIND == 1:
         even, odd = q[0].to(tl.float32), q[1].to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1)).to(tl.int32, bitcast=True) & 0x7F800000
+        top = (
+            tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1)).to(tl.int32, bitcast=True)
+            & 0x7F800000
+        )
         top = tl.minimum(tl.maximum(top, 30 << 23), 253 << 23)
-        up, down = ((254 << 23) - top).to(tl.float32, bitcast=True) * 16384.0, top.to(tl.float32, bitcast=True) / 16384.0
+        up, down = (
+            ((254 << 23) - top).to(tl.float32, bitcast=True) * 16384.0,
+            top.to(tl.float32, bitcast=True) / 16384.0,
+        )
         even, odd = even * up[:, None], odd * up[:, None]
         if AHEAD:
             even, odd = even.to(tl.float16), odd.to(tl.float16)
@@ -172,12 +199,23 @@ def _merge_all(acc, top, total, more, more_top, more_total, factor, KIND: tl.con
 
 @triton.jit
 def _queries(
-    qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr
+    qkv_ptr,
+    token,
+    head,
+    valid,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    at = (token[:, None] * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
+    at = (token[:, None] * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * DIM + tl.arange(
+        0, DIM
+    )[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     if KIND == 2:
-        first, second = tl.split(tl.permute(tl.reshape(q, (q.shape[0], 2, DIM // 4, 2)), (0, 2, 3, 1)))
+        first, second = tl.split(
+            tl.permute(tl.reshape(q, (q.shape[0], 2, DIM // 4, 2)), (0, 2, 3, 1))
+        )
         return tl.split(first) + tl.split(second)
     else:
         return tl.split(tl.reshape(q, (q.shape[0], DIM // 2, 2)))
@@ -187,7 +225,10 @@ def _queries(
 def _put(out_ptr, acc, weight, valid, DIM: tl.constexpr, KIND: tl.constexpr):
     """The parts over the sums of weights. `out_ptr`: of each row."""
     for i in tl.static_range(4 if KIND == 2 else 2):
-        to = out_ptr[:, None] + (2 * tl.arange(0, acc[i].shape[1]) + i % 2 + i // 2 * (DIM // 2))[None, :]
+        to = (
+            out_ptr[:, None]
+            + (2 * tl.arange(0, acc[i].shape[1]) + i % 2 + i // 2 * (DIM // 2))[None, :]
+        )
         tl.store(to, (acc[i] / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -212,7 +253,8 @@ def _attend_prompts_scaled(
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    # of a page's keys or values of one head
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2
     num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     rows = tl.arange(0, ROWS)
     lowest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -221,12 +263,18 @@ def _attend_prompts_scaled(
     while num > 0:
         token0 = tl.load(tile + PROMPT_TOKEN).to(tl.int64)
         start, row = tl.load(tile + PROMPT_POSITION), tl.load(tile + PROMPT_ROW).to(tl.int64)
-        token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
+        token, head, valid = (
+            token0 + rows // group,
+            kv_head * group + rows % group,
+            rows // group < num,
+        )
         positions = start + rows // group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
         acc, top, total = _nothing(ROWS, DIM, KIND), lowest, tl.zeros((ROWS, 4), tl.float32)
         all_acc = _nothing(ROWS, DIM, KIND)
-        all_top, all_total = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
+        all_top, all_total = _sink(
+            sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS
+        )
         end = start + num  # after the last key
         first = 0
         if WINDOW:
@@ -248,14 +296,20 @@ def _attend_prompts_scaled(
             scores = _scores(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
-            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
+            scores = _biased(
+                scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS
+            )
             scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             scales_at += NUM_KV_HEADS * num_scales
             words += NUM_KV_HEADS * num_words
-            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
-        all_acc, all_top, all_total = _merge_all(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor, KIND)
+            acc = _add_values(
+                acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD
+            )
+        all_acc, all_top, all_total = _merge_all(
+            all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor, KIND
+        )
         _put(out_ptr + (token * NUM_HEADS + head) * DIM, all_acc, all_total, valid, DIM, KIND)
         tile += tl.num_programs(1) * PROMPT_WIDTH
         num = tl.load(tile + PROMPT_TOKENS)
@@ -273,7 +327,8 @@ def _attend_shared_scaled(
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    # of a page's keys or values of one head
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2
     num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)  # the list after this one
     rows = tl.arange(0, ROWS)
@@ -281,7 +336,11 @@ def _attend_shared_scaled(
     num = tl.load(tile + SHARED_MEMBERS)
     while num > 0:
         member0, split = tl.load(tile + SHARED_MEMBER), tl.load(tile + SHARED_SPLIT)
-        table = table_ptr + tl.load(tile + SHARED_ROW).to(tl.int64) * table_width + split * (SPLIT // BLOCK)
+        table = (
+            table_ptr
+            + tl.load(tile + SHARED_ROW).to(tl.int64) * table_width
+            + split * (SPLIT // BLOCK)
+        )
         valid = rows // group < num
         member = members_ptr + (member0 + rows // group) * MEMBER_WIDTH
         token = tl.load(member + MEMBER_TOKEN, mask=valid, other=0).to(tl.int64)
@@ -305,14 +364,20 @@ def _attend_shared_scaled(
             scores = _capped(scores, scale, softcap, SOFTCAP)
             if BIAS:
                 whole = valid[:, None] & there[None, :]
-                scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, whole, scale, SOFTCAP, BIAS)
+                scores = _biased(
+                    scores, bias_ptr, bias_width, head, positions, keys, whole, scale, SOFTCAP, BIAS
+                )
             if WINDOW:
-                scores = tl.where(keys[None, :] > positions[:, None] - window, scores, float("-inf"))
+                scores = tl.where(
+                    keys[None, :] > positions[:, None] - window, scores, float("-inf")
+                )
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             scales_at += NUM_KV_HEADS * num_scales
             words += NUM_KV_HEADS * num_words
-            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
+            acc = _add_values(
+                acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD
+            )
         part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
         _put_part(part, acc, top, _in_all(total, ROWS), valid, DIM, KIND)
         tile += tl.num_programs(1) * SHARED_WIDTH
@@ -330,23 +395,38 @@ def _attend_single_scaled(
     """Attention over 8-bit and 4-bit keys and values. Reference: `attention.attention_reference`."""
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    # of a page's keys or values of one head
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2
     num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     rows = tl.arange(0, ROWS)
-    head, behind = kv_head * group + rows % group, rows // group  # `behind`: its token after the record's first
+    # `behind`: its token after the record's first
+    head, behind = kv_head * group + rows % group, rows // group
     # The first record was there long before the kernel that this one waits for.
     tile = singles_ptr + tl.program_id(1) * SINGLE_WIDTH
     token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
-    row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
+    row, split, slot0 = (
+        tl.load(tile + SINGLE_ROW),
+        tl.load(tile + SINGLE_SPLIT),
+        tl.load(tile + SINGLE_SLOT),
+    )
     num_splits, num_here = tl.load(tile + SINGLE_SPLITS), tl.load(tile + SINGLE_LISTED)
     num_tokens = tl.load(tile + SINGLE_TOKENS)
     begin(AHEAD)
     while num_splits > 0:
         tile += tl.num_programs(1) * SINGLE_WIDTH
-        num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
-        token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
+        # asked for early, it does not keep the program from ending
+        num_next = tl.load(tile + SINGLE_SPLITS)
+        token, slot0, table = (
+            token.to(tl.int64),
+            slot0.to(tl.int64),
+            table_ptr + row.to(tl.int64) * table_width,
+        )
         valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
-        q = _columns_of(_queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND), KIND, AHEAD)
+        q = _columns_of(
+            _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND),
+            KIND,
+            AHEAD,
+        )
         acc = _turned(_nothing(ROWS, DIM, KIND), KIND)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         begins = split * SPLIT
@@ -364,27 +444,41 @@ def _attend_single_scaled(
             scores = _scores_by_key(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
-            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
+            scores = _biased(
+                scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS
+            )
             scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             scales_at += NUM_KV_HEADS * num_scales
             words += NUM_KV_HEADS * num_words
-            acc = _add_values_by_key(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
+            acc = _add_values_by_key(
+                acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD
+            )
         if KIND == 1:
             acc = (acc[0] * 1048576.0, acc[1] * 1048576.0)  # 2**20
         acc, weight = _turned(acc, KIND), _in_all(total, ROWS)
         if num_splits == 1:
             if SINKS:
-                sink, one = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
-                acc, top, weight = _merge_all(_nothing(ROWS, DIM, KIND), sink, one, acc, top, weight, factor, KIND)
-            _put(out_ptr + ((token + behind) * NUM_HEADS + head) * DIM, acc, weight, valid, DIM, KIND)
+                sink, one = _sink(
+                    sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS
+                )
+                acc, top, weight = _merge_all(
+                    _nothing(ROWS, DIM, KIND), sink, one, acc, top, weight, factor, KIND
+                )
+            _put(
+                out_ptr + ((token + behind) * NUM_HEADS + head) * DIM, acc, weight, valid, DIM, KIND
+            )
         else:
-            part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (DIM + 2)
+            part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (
+                DIM + 2
+            )
             _put_part(part, acc, top, weight, valid, DIM, KIND)
             tl.debug_barrier()
             for _i in range(num_tokens):
-                done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+                done = tl.atomic_add(
+                    done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu"
+                )
                 if done == num_here - 1:  # the last of them merges all
                     tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
                     _merge_parts(
@@ -393,15 +487,23 @@ def _attend_single_scaled(
                     )  # fmt: skip
                 token, slot0 = token + 1, slot0 + num_splits
         token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
-        row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
+        row, split, slot0 = (
+            tl.load(tile + SINGLE_ROW),
+            tl.load(tile + SINGLE_SPLIT),
+            tl.load(tile + SINGLE_SLOT),
+        )
         num_splits, num_here = num_next, tl.load(tile + SINGLE_LISTED)
         num_tokens = tl.load(tile + SINGLE_TOKENS)
 
 
 def single_how(num_tokens: int) -> dict[str, int]:
-    """Measured on an H200. One or two tokens have programs to spare: four warps each. A few may have long contexts, where four
-    take longer than two. Of many, one reads fastest."""
-    return {"num_warps": 4 if num_tokens <= 2 else 2 if num_tokens <= 16 else 1, "num_stages": 5, "TOGETHER": 4}
+    """Measured on an H200. One or two tokens have programs to spare: four warps each. A few may
+    have long contexts, where four take longer than two. Of many, one reads fastest."""
+    return {
+        "num_warps": 4 if num_tokens <= 2 else 2 if num_tokens <= 16 else 1,
+        "num_stages": 5,
+        "TOGETHER": 4,
+    }
 
 
 def hopper() -> Any:

@@ -1,11 +1,13 @@
 """y = (x Wᵀ) * scales in 8 bits: fp8 (e4m3) or int8 weights by activations of the same type.
 
-A weight has a scale for each row, activations have one for each token: they meet in the end, on the sums. Or both have one for
-every 128 columns (`BLOCKS`): then each 128 products are summed by the tensor cores and scaled before they join the rest.
+A weight has a scale for each row, activations have one for each token: they meet in the end, on the
+sums. Or both have one for every 128 columns (`BLOCKS`): then each 128 products are summed by the
+tensor cores and scaled before they join the rest.
 
-One pass over K in order, no split. The tensor cores sum fp8 with fewer bits than float32 has, in an order that K alone decides,
-and int8 exactly; so a row's bits are the same at every number of rows and in every tile, also where the operands are swapped
-(`SWAP`): a Hopper instruction takes at least 64 rows of the first one, and a weight always has them.
+One pass over K in order, no split. The tensor cores sum fp8 with fewer bits than float32 has, in an
+order that K alone decides, and int8 exactly; so a row's bits are the same at every number of rows
+and in every tile, also where the operands are swapped (`SWAP`): a Hopper instruction takes at least
+64 rows of the first one, and a weight always has them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from tidemill.kernels.cuda.launch import begin, how, launch
 from tidemill.kernels.cuda.rounding import LARGEST, Scaled, quantized, rounded
 
 BLOCK = 128  # columns to a scale, where there is more than one
-GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
+# strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from
+# memory once
+GROUP = 16
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
 
 
@@ -78,7 +82,9 @@ def _quantize_blocks(
     tl.store(scales_ptr + block.to(tl.int64) * num_rows + row, scales, mask=block * SIZE < width)
 
 
-def quantize_rows(x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: torch.Tensor | None = None) -> Scaled:
+def quantize_rows(
+    x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: torch.Tensor | None = None
+) -> Scaled:
     """Activations with a scale for each token: the largest value's, or `static`, the same for all."""
     num_rows, width = x_TK.shape
     values = torch.empty(num_rows, padded, dtype=dtype, device=x_TK.device)
@@ -122,23 +128,35 @@ def _gemm_scaled(
     if BLOCKS:
         acc = tl.zeros((ROWS, OUTS), tl.float32)
         for k in range(0, num_in, INS):  # INS is a block
-            x_scale = tl.load(x_scales_ptr + (k // INS) * num_rows + rows, mask=rows < num_rows, other=0.0)
-            w_scale = tl.load(w_scales_ptr + (k // INS) * num_out + outs, mask=outs < num_out, other=0.0)
+            x_scale = tl.load(
+                x_scales_ptr + (k // INS) * num_rows + rows, mask=rows < num_rows, other=0.0
+            )
+            w_scale = tl.load(
+                w_scales_ptr + (k // INS) * num_out + outs, mask=outs < num_out, other=0.0
+            )
             if SWAP:
-                part = tl.dot(w_desc.load([n * OUTS, k]), x_desc.load([m * ROWS, k]).T, out_dtype=kind).T
+                part = tl.dot(
+                    w_desc.load([n * OUTS, k]), x_desc.load([m * ROWS, k]).T, out_dtype=kind
+                ).T
             else:
-                part = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, out_dtype=kind)
+                part = tl.dot(
+                    x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, out_dtype=kind
+                )
             acc = tl.fma(part.to(tl.float32), x_scale[:, None] * w_scale[None, :], acc)
     else:
         if SWAP:
             sums = tl.zeros((OUTS, ROWS), kind)
             for k in range(0, num_in, INS):
-                sums = tl.dot(w_desc.load([n * OUTS, k]), x_desc.load([m * ROWS, k]).T, sums, out_dtype=kind)
+                sums = tl.dot(
+                    w_desc.load([n * OUTS, k]), x_desc.load([m * ROWS, k]).T, sums, out_dtype=kind
+                )
             sums = sums.T
         else:
             sums = tl.zeros((ROWS, OUTS), kind)
             for k in range(0, num_in, INS):
-                sums = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, sums, out_dtype=kind)
+                sums = tl.dot(
+                    x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, sums, out_dtype=kind
+                )
         x_scale = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
         w_scale = tl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
         acc = sums.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
@@ -147,30 +165,59 @@ def _gemm_scaled(
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+    tl.store(
+        where,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out),
+    )
 
 
 def own_tile(num_rows: int, num_out: int, num_in: int, has_blocks: bool) -> ScaledTile:
-    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of
+    `gemm.CHOICES` only."""
     if has_blocks:
         if num_rows <= 16:
-            return ScaledTile(16, 128, BLOCK, 6, 4, 1) if num_out > 8192 else ScaledTile(16, 64, BLOCK, 8, 4, 1)
-        return ScaledTile(64, 64, BLOCK, 5, 4) if num_rows <= 64 else ScaledTile(128, 128, BLOCK, 3, 4)
+            return (
+                ScaledTile(16, 128, BLOCK, 6, 4, 1)
+                if num_out > 8192
+                else ScaledTile(16, 64, BLOCK, 8, 4, 1)
+            )
+        return (
+            ScaledTile(64, 64, BLOCK, 5, 4) if num_rows <= 64 else ScaledTile(128, 128, BLOCK, 3, 4)
+        )
     if num_rows <= 16:
-        return ScaledTile(16, 128, 128, 6, 4, 1) if num_out > 8192 else ScaledTile(16, 64, 256, 6, 4, 1)
+        return (
+            ScaledTile(16, 128, 128, 6, 4, 1)
+            if num_out > 8192
+            else ScaledTile(16, 64, 256, 6, 4, 1)
+        )
     if num_rows <= 32:
-        return ScaledTile(32, 128, 128, 6, 4, 1) if num_out > 8192 else ScaledTile(32, 64, 256, 6, 4, 1)
+        return (
+            ScaledTile(32, 128, 128, 6, 4, 1)
+            if num_out > 8192
+            else ScaledTile(32, 64, 256, 6, 4, 1)
+        )
     if num_rows <= 64:
-        return ScaledTile(64, 256, 128, 4, 8) if num_out > 8192 else ScaledTile(64, 64, 256, 5, 4, 1)
+        return (
+            ScaledTile(64, 256, 128, 4, 8) if num_out > 8192 else ScaledTile(64, 64, 256, 5, 4, 1)
+        )
     if num_rows <= 128:
         if num_out > 8192:
             return ScaledTile(128, 256, 128, 4, 8)
-        return ScaledTile(64, 64, 128, 8, 4) if num_out <= 4096 else ScaledTile(128, 64, 128, 6, 4, 1)
+        return (
+            ScaledTile(64, 64, 128, 8, 4) if num_out <= 4096 else ScaledTile(128, 64, 128, 6, 4, 1)
+        )
     if num_rows <= 256:
         if num_out > 8192:
             return ScaledTile(256, 128, 128, 4, 8, 1)
-        return ScaledTile(64, 128, 128, 6, 4) if num_out <= 4096 else ScaledTile(256, 64, 128, 5, 8, 1)
-    return ScaledTile(128, 128, 128, 5, 4) if num_rows <= 512 and num_out <= 8192 else ScaledTile(128, 256, 128, 4, 8)
+        return (
+            ScaledTile(64, 128, 128, 6, 4) if num_out <= 4096 else ScaledTile(256, 64, 128, 5, 8, 1)
+        )
+    return (
+        ScaledTile(128, 128, 128, 5, 4)
+        if num_rows <= 512 and num_out <= 8192
+        else ScaledTile(128, 256, 128, 4, 8)
+    )
 
 
 @cache
@@ -192,10 +239,15 @@ def gemm_scaled(
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
     if out is None:
-        out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
-    many = tile is None and num_rows > 512 and bias_N is None and not weight.has_blocks  # 512: one of `gemm.CHOICES`
+        out = torch.empty(
+            num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device
+        )
+    # 512: one of `gemm.CHOICES`
+    many = tile is None and num_rows > 512 and bias_N is None and not weight.has_blocks
     if many and hopper_gemm.covers(x.values_NK, weight.values_NK, act, out):
-        return hopper_gemm.gemm_warp_specialized(x.values_NK, weight.values_NK, out, act, scales=(x.scales, weight.scales))
+        return hopper_gemm.gemm_warp_specialized(
+            x.values_NK, weight.values_NK, out, act, scales=(x.scales, weight.scales)
+        )
     tile = tile or choose_tile(num_rows, num_out, num_in, weight.has_blocks)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     options: dict[str, Any] = {

@@ -1,15 +1,18 @@
-"""Layers with a state of constant size on a GPU: convolution and recurrence over states in pages (kernels/state.py).
+"""Layers with a state of constant size on a GPU: convolution and recurrence over states in pages
+(kernels/state.py).
 
-Every token is computed by the same operations in the same order, by one warp for a sequence, head and tile of columns: neither
-batches nor chunks change a bit. A prompt is therefore as slow as its tokens one after the other. (Matmuls over chunks of tokens
-would sum in another order than a token alone does: decoding would have to compute its chunk anew, up to 64 times the work, or
-bits would depend on how a prompt is cut.) So that a token takes as little as possible, a head is cut into many tiles, nothing
-crosses warps, the next token is made ready meanwhile, and the inputs of two more are on their way. What the kernel before does
-not write (lists, page tables, states) is read before it is done.
+Every token is computed by the same operations in the same order, by one warp for a sequence, head
+and tile of columns: neither batches nor chunks change a bit. A prompt is therefore as slow as its
+tokens one after the other. (Matmuls over chunks of tokens would sum in another order than a token
+alone does: decoding would have to compute its chunk anew, up to 64 times the work, or bits would
+depend on how a prompt is cut.) So that a token takes as little as possible, a head is cut into many
+tiles, nothing crosses warps, the next token is made ready meanwhile, and the inputs of two more are
+on their way. What the kernel before does not write (lists, page tables, states) is read before it
+is done.
 
-The host lists the step's sequences as records of `kernels/cuda/records.py`. A program takes every n-th of them until a zero, so
-that a captured graph serves any number of sequences. Segments follow from positions; the convolution needs only rows and
-positions of the tokens.
+The host lists the step's sequences as records of `kernels/cuda/records.py`. A program takes every
+n-th of them until a zero, so that a captured graph serves any number of sequences. Segments follow
+from positions; the convolution needs only rows and positions of the tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +24,20 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, launch
-from tidemill.kernels.cuda.records import CHAIN_POSITION, CHAIN_ROW, CHAIN_TOKEN, CHAIN_TOKENS, CHAIN_WIDTH, STATES
+from tidemill.kernels.cuda.records import (
+    CHAIN_POSITION,
+    CHAIN_ROW,
+    CHAIN_TOKEN,
+    CHAIN_TOKENS,
+    CHAIN_WIDTH,
+    STATES,
+)
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.types.model_config import STATE_KINDS, StateSpec
 
 _CHANNELS = 1024  # of a program of the convolution
-_TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds, and columns of a program
+# values of a state that a warp holds, and columns of a program
+_TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32
 
 
 @dataclass(slots=True)
@@ -35,7 +46,8 @@ class StateLists:
 
     rows_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int32
-    words: torch.Tensor  # int32: a header that says where the list is; it ends in `num_chains` records of zeros
+    # int32: a header that says where the list is; it ends in `num_chains` records of zeros
+    words: torch.Tensor
     num_chains: int  # sequences that are computed side by side
 
 
@@ -67,8 +79,8 @@ def _convolve(
     INTERVAL: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before them are in its state. TAPS:
-    KERNEL, to a power of two. Reference: `state.TorchStates`."""
+    """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before
+    them are in its state. TAPS: KERNEL, to a power of two. Reference: `state.TorchStates`."""
     token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tap = tl.arange(0, TAPS)[:, None]
@@ -78,14 +90,27 @@ def _convolve(
     num_near = 0
     for back in tl.static_range(1, KERNEL):
         before = tl.maximum(token - back, 0)
-        is_near = (tl.load(rows_ptr + before) == row) & (tl.load(positions_ptr + before) == position - back)
+        is_near = (tl.load(rows_ptr + before) == row) & (
+            tl.load(positions_ptr + before) == position - back
+        )
         num_near += (is_near & (token >= back)).to(tl.int32)
     start = position - num_near
-    kept = _place(tables_ptr, pieces_ptr, 0, row, tl.maximum(start - 1, 0) // INTERVAL, table_width, table_stride, page_words)
+    kept = _place(
+        tables_ptr,
+        pieces_ptr,
+        0,
+        row,
+        tl.maximum(start - 1, 0) // INTERVAL,
+        table_width,
+        table_stride,
+        page_words,
+    )
     back = KERNEL - 1 - tap
     is_old = inside & (back > num_near)
     x = tl.load(
-        pool_ptr + kept + (tap + num_near) * num_channels + channel[None, :], mask=is_old & (tap * 0 + start > 0), other=0.0
+        pool_ptr + kept + (tap + num_near) * num_channels + channel[None, :],
+        mask=is_old & (tap * 0 + start > 0),
+        other=0.0,
     )
     begin(AHEAD)
     new = projected_ptr + (token - back).to(tl.int64) * num_projected + channel[None, :]
@@ -102,10 +127,14 @@ def _inputs(
     mixed_ptr, projected_ptr, steps_ptr, bc_ptr, token, head, own, here, n, real, num_channels, num_projected, num_heads,
     DIM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A token's value, key, query, time step, strength and gate as they are stored; a value where there is no such thing."""
+    """A token's value, key, query, time step, strength and gate as they are stored; a value where
+    there is no such thing."""
     token = token.to(tl.int64)
     inner = num_heads * DIM
-    mixed, more = mixed_ptr + token * num_channels, projected_ptr + token * num_projected + num_channels
+    mixed, more = (
+        mixed_ptr + token * num_channels,
+        projected_ptr + token * num_projected + num_channels,
+    )
     value = tl.load(mixed + own, mask=here, other=0.0)
     gate, strength = value, value
     if GATED:
@@ -125,9 +154,28 @@ def _inputs(
 
 
 @triton.jit
-def _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND: tl.constexpr, GATED: tl.constexpr):
-    """The inputs of a token's update of a state: value, key, query, what the state is multiplied by, what is written, gate."""
-    x, k, q, dt, gate = value.to(tl.float32), key.to(tl.float32), query.to(tl.float32), step.to(tl.float32), gate.to(tl.float32)
+def _ready(
+    value,
+    key,
+    query,
+    step,
+    strength,
+    gate,
+    decays,
+    bias,
+    scale,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """The inputs of a token's update of a state: value, key, query, what the state is multiplied
+    by, what is written, gate."""
+    x, k, q, dt, gate = (
+        value.to(tl.float32),
+        key.to(tl.float32),
+        query.to(tl.float32),
+        step.to(tl.float32),
+        gate.to(tl.float32),
+    )
     if KIND == 0:
         dt = _softplus(dt)
         shrink, written = tl.exp(dt[None, :] * decays), x * dt
@@ -152,9 +200,9 @@ def _scan(
     DIM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, HAS_SKIP: tl.constexpr,
     GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's tokens one after the other: COLUMNS columns of a head; and KEEPS channels of the convolution's state, which
-    nobody reads any more. ROWS: SIZE, to a power of two; KEPT: KERNEL - 1. KIND: 0 mamba, 1 mamba2, 2 delta.
-    Reference: `state.TorchStates`."""
+    """A sequence's tokens one after the other: COLUMNS columns of a head; and KEEPS channels of the
+    convolution's state, which nobody reads any more. ROWS: SIZE, to a power of two; KEPT: KERNEL -
+    1. KIND: 0 mamba, 1 mamba2, 2 delta. Reference: `state.TorchStates`."""
     head = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     n = tl.arange(0, ROWS)
@@ -163,7 +211,9 @@ def _scan(
     at = n[:, None] * DIM + column[None, :]
     inner, own = num_heads * DIM, head * DIM + column
     rank = tl.arange(0, KEPT)[:, None]
-    channel = ((head * tl.num_programs(0) + tl.program_id(0)) * KEEPS + tl.arange(0, KEEPS))[None, :]
+    channel = ((head * tl.num_programs(0) + tl.program_id(0)) * KEEPS + tl.arange(0, KEEPS))[
+        None, :
+    ]
     keeps = (rank < KERNEL - 1) & (channel < num_channels)
     if KIND == 0:
         decays, bias = tl.load(decay_ptr + head * SIZE * DIM + at, mask=inside, other=0.0), 0.0
@@ -174,10 +224,16 @@ def _scan(
     record = words_ptr + tl.load(words_ptr + WORD) + tl.program_id(2) * CHAIN_WIDTH
     num = tl.load(record + CHAIN_TOKENS)
     while num > 0:
-        token, position, row = tl.load(record + CHAIN_TOKEN), tl.load(record + CHAIN_POSITION), tl.load(record + CHAIN_ROW)
+        token, position, row = (
+            tl.load(record + CHAIN_TOKEN),
+            tl.load(record + CHAIN_POSITION),
+            tl.load(record + CHAIN_ROW),
+        )
         has_old = position > 0
         block = tl.maximum(position - 1, 0) // INTERVAL
-        from_ = _place(tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words)
+        from_ = _place(
+            tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words
+        )
         kept = _place(tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words)
         state = tl.load(pool_ptr + from_ + at, mask=inside & (at * 0 + position > 0), other=0.0)
         last = token + num - 1
@@ -194,7 +250,9 @@ def _scan(
             mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 2, last), head, own, here, n, real, num_channels,
             num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
         )  # fmt: skip
-        x, k, q, shrink, written, silu = _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND, GATED)
+        x, k, q, shrink, written, silu = _ready(
+            value, key, query, step, strength, gate, decays, bias, scale, KIND, GATED
+        )
         while token <= last:
             block = position // INTERVAL
             first = token  # of what the state of this block is made of
@@ -217,19 +275,45 @@ def _scan(
                     out += skip * x
                 if GATED:
                     out *= silu
-                tl.store(out_ptr + token.to(tl.int64) * inner + own, out.to(out_ptr.dtype.element_ty), mask=here)
+                tl.store(
+                    out_ptr + token.to(tl.int64) * inner + own,
+                    out.to(out_ptr.dtype.element_ty),
+                    mask=here,
+                )
                 x, k, q, shrink, written, silu = x1, k1, q1, shrink1, written1, silu1
-                value1, key1, query1, step1, strength1, gate1 = value2, key2, query2, step2, strength2, gate2
-                value2, key2, query2, step2, strength2, gate2 = value3, key3, query3, step3, strength3, gate3
+                value1, key1, query1, step1, strength1, gate1 = (
+                    value2,
+                    key2,
+                    query2,
+                    step2,
+                    strength2,
+                    gate2,
+                )
+                value2, key2, query2, step2, strength2, gate2 = (
+                    value3,
+                    key3,
+                    query3,
+                    step3,
+                    strength3,
+                    gate3,
+                )
                 token += 1
-            to = _place(tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words)
+            to = _place(
+                tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words
+            )
             tl.store(pool_ptr + to + at, state, mask=inside)
             from_to = end - (KERNEL - 1) + rank  # the last inputs of the convolution
             new = projected_ptr + from_to.to(tl.int64) * num_projected + channel
             old = pool_ptr + kept + (from_to - first + KERNEL - 1) * num_channels + channel
             latest = tl.load(new, mask=keeps & (from_to >= first), other=0.0).to(tl.float32)
-            latest += tl.load(old, mask=keeps & (from_to < first) & (from_to * 0 + has_old.to(tl.int32) > 0), other=0.0)
-            kept = _place(tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words)
+            latest += tl.load(
+                old,
+                mask=keeps & (from_to < first) & (from_to * 0 + has_old.to(tl.int32) > 0),
+                other=0.0,
+            )
+            kept = _place(
+                tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words
+            )
             tl.debug_barrier()  # it may be what others have still to read
             tl.store(pool_ptr + kept + rank * num_channels + channel, latest, mask=keeps)
             tl.debug_barrier()
@@ -250,7 +334,11 @@ def _norm_heads(
     inside = at < size
     column = tl.program_id(1) * size + at
     weight = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    gate = _silu(tl.load(projected_ptr + token * num_projected + num_channels + column, mask=inside, other=0.0).to(tl.float32))
+    gate = _silu(
+        tl.load(
+            projected_ptr + token * num_projected + num_channels + column, mask=inside, other=0.0
+        ).to(tl.float32)
+    )
     begin(AHEAD)
     value = tl.load(values_ptr + token * num_inner + column, mask=inside, other=0.0)
     if GATE_FIRST:
@@ -274,7 +362,16 @@ def _gate(x_ptr, gate_ptr, out_ptr, num, BLOCK: tl.constexpr, AHEAD: tl.constexp
 def gate(x_TH: torch.Tensor, gate_TH: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate)."""
     out = torch.empty_like(x_TH)
-    launch(_gate, (triton.cdiv(x_TH.numel(), 1024),), x_TH, gate_TH, out, x_TH.numel(), BLOCK=1024, **HOW)
+    launch(
+        _gate,
+        (triton.cdiv(x_TH.numel(), 1024),),
+        x_TH,
+        gate_TH,
+        out,
+        x_TH.numel(),
+        BLOCK=1024,
+        **HOW,
+    )
     return out
 
 
@@ -284,7 +381,10 @@ class CudaStates:
     def __init__(self, states: PagedStates) -> None:
         self.states, device = states, states.pool.device
         self.words = states.pool.view(torch.float32)
-        self.pieces = [torch.tensor(pieces, dtype=torch.int32, device=device) for pieces in states.layout.pieces]
+        self.pieces = [
+            torch.tensor(pieces, dtype=torch.int32, device=device)
+            for pieces in states.layout.pieces
+        ]
         first, *others = states.tables
         stride = others[0].storage_offset() - first.storage_offset() if others else 0
         self.tables, self.sizes = first, (first.stride(0), stride, self.words.shape[1])
@@ -298,7 +398,9 @@ class CudaStateStep:
     made: CudaStates
     lists: StateLists
 
-    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+    def convolve(
+        self, layer: int, projected_TC: torch.Tensor, learned: StateWeights
+    ) -> torch.Tensor:
         spec, made, lists = self.made.states.spec(layer), self.made, self.lists
         out = projected_TC.new_empty(projected_TC.shape[0], spec.num_channels)
         bias = learned.conv_KC if learned.conv_bias_C is None else learned.conv_bias_C
@@ -316,11 +418,19 @@ class CudaStateStep:
         spec, made = self.made.states.spec(layer), self.made
         mixed, projected = inputs.mixed_TC, inputs.projected_TC
         steps, bc = (mixed if one is None else one for one in (inputs.steps_TI, inputs.bc_TS2))
-        skip, bias = (learned.decay if one is None else one for one in (learned.skip_I, learned.step_bias))
+        skip, bias = (
+            learned.decay if one is None else one for one in (learned.skip_I, learned.step_bias)
+        )
         has_norm = learned.norm_I is not None
-        values = mixed.new_empty(mixed.shape[0], spec.num_inner, dtype=torch.float32 if has_norm else mixed.dtype)
+        values = mixed.new_empty(
+            mixed.shape[0], spec.num_inner, dtype=torch.float32 if has_norm else mixed.dtype
+        )
         rows = triton.next_power_of_2(spec.state_size)
-        columns = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _TILE // rows), triton.next_power_of_2(spec.head_dim))
+        columns = min(
+            _MOST_COLUMNS,
+            max(_FEWEST_COLUMNS, _TILE // rows),
+            triton.next_power_of_2(spec.head_dim),
+        )
         tiles = triton.cdiv(spec.head_dim, columns)
         launch(
             _scan, (tiles, spec.num_heads, self.lists.num_chains), mixed, projected, steps, bc, values, learned.decay, skip, bias,
@@ -334,7 +444,13 @@ class CudaStateStep:
         )  # fmt: skip
         return self._norm(spec, values, projected, learned) if has_norm else values
 
-    def _norm(self, spec: StateSpec, values_TI: torch.Tensor, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+    def _norm(
+        self,
+        spec: StateSpec,
+        values_TI: torch.Tensor,
+        projected_TC: torch.Tensor,
+        learned: StateWeights,
+    ) -> torch.Tensor:
         out, block = projected_TC.new_empty(values_TI.shape), triton.next_power_of_2(spec.norm_size)
         launch(
             _norm_heads, (values_TI.shape[0], spec.num_inner // spec.norm_size), values_TI, projected_TC, learned.norm_I, out,

@@ -1,6 +1,8 @@
-"""The fastest tiles of the matmul for a shape or GPU that tiles.json does not know: found at start, in seconds, and kept.
+"""The fastest tiles of the matmul for a shape or GPU that tiles.json does not know: found at start,
+in seconds, and kept.
 
-Any tile gives the same bits, so a choice needs no proof, only a clock; and it does no harm if it is not the very best.
+Any tile gives the same bits, so a choice needs no proof, only a clock; and it does no harm if it is
+not the very best.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ _UNCACHED = 2**28  # bytes of weight in turn: more than a GPU's cache holds
 
 
 def time_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """The time of one call, from a graph of all of them: they should touch different memory, more of it than the cache holds."""
+    """The time of one call, from a graph of all of them: they should touch different memory, more
+    of it than the cache holds."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -70,10 +73,15 @@ def time_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     return best
 
 
-def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, act: str, nums_rows: Iterable[int]) -> None:
-    """Inside `compile_only`: what a search or a trial of the library will run, and what steps of so many rows do."""
+def compile_tiles(
+    weight_NK: torch.Tensor, bias_N: torch.Tensor | None, act: str, nums_rows: Iterable[int]
+) -> None:
+    """Inside `compile_only`: what a search or a trial of the library will run, and what steps of so
+    many rows do."""
     num_out, num_in = weight_NK.shape
-    tiles = {own_tile(rows, num_out) for rows in nums_rows} | {choose_tile(rows, num_out, num_in) for rows in nums_rows}
+    tiles = {own_tile(rows, num_out) for rows in nums_rows} | {
+        choose_tile(rows, num_out, num_in) for rows in nums_rows
+    }
     if not knows(num_out, num_in):
         tiles |= {tile for tiles in _CANDIDATES.values() for tile in tiles}
     x = torch.empty(1, num_in, device=weight_NK.device, dtype=weight_NK.dtype)
@@ -85,7 +93,8 @@ def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, act: str
 
 
 def find_tiles(weight_NK: torch.Tensor, act: str, library: bool) -> None:
-    """Unless they are known from the table or an earlier start. `library`: it may be taken where it has our bits."""
+    """Unless they are known from the table or an earlier start. `library`: it may be taken where it
+    has our bits."""
     num_out, num_in = weight_NK.shape
     if knows(num_out, num_in):
         return
@@ -93,32 +102,43 @@ def find_tiles(weight_NK: torch.Tensor, act: str, library: bool) -> None:
     kept = _kept().get(device, {}).get(f"{num_out}x{num_in}")
     if kept is None:
         found = _search(weight_NK, act, library)
-        kept = {str(rows): list(astuple(tile)) if tile is not LIBRARY else [] for rows, tile in found.items()}
+        kept = {
+            str(rows): list(astuple(tile)) if tile is not LIBRARY else []
+            for rows, tile in found.items()
+        }
         _keep(device, f"{num_out}x{num_in}", kept)
     know(num_out, num_in, kept)
 
 
 def _search(weight_NK: torch.Tensor, act: str, library: bool) -> dict[int, Tile]:
     num_out, num_in = weight_NK.shape
-    weights = [weight_NK] + [weight_NK.clone() for _ in range(min(15, _UNCACHED // (num_out * num_in * 2)))]
+    weights = [weight_NK] + [
+        weight_NK.clone() for _ in range(min(15, _UNCACHED // (num_out * num_in * 2)))
+    ]
     found = {}
     for rows, tiles in _CANDIDATES.items():
         x = torch.randn(rows, num_in, device=weight_NK.device, dtype=weight_NK.dtype)
         seen = {}
         for tile in tiles:
             try:
-                seen[tile] = time_us([partial(gemm, x, weight, tile, act=act) for weight in weights], 3)
+                seen[tile] = time_us(
+                    [partial(gemm, x, weight, tile, act=act) for weight in weights], 3
+                )
             except triton.runtime.errors.OutOfResources:  # this GPU has less shared memory
                 continue
         if library and rows > 16 and library_agrees(rows, num_out, num_in, weight_NK.device):
-            seen[LIBRARY] = time_us([partial(matmul, x, weight, None, act, tile=LIBRARY) for weight in weights], 3)
+            seen[LIBRARY] = time_us(
+                [partial(matmul, x, weight, None, act, tile=LIBRARY) for weight in weights], 3
+            )
         if seen:
             found[rows] = min(seen, key=lambda tile: seen[tile])
     return found
 
 
 def _path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "tiles.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "tiles.json"
+    )
 
 
 def _kept() -> dict[str, dict[str, dict[str, list[int]]]]:

@@ -1,8 +1,10 @@
-"""Physical memory of a GPU, mapped at addresses by the driver's virtual memory calls, a page in each piece.
+"""Physical memory of a GPU, mapped at addresses by the driver's virtual memory calls, a page in
+each piece.
 
-Creating a piece, mapping it and taking it away cost tens of microseconds each. So pieces that are free are kept for the next
-page, some are created ahead, a page that a row will probably need next is mapped before it does, and addresses that a step on the
-device may still read are taken away when that step is done: all by a thread beside the engine's.
+Creating a piece, mapping it and taking it away cost tens of microseconds each. So pieces that are
+free are kept for the next page, some are created ahead, a page that a row will probably need next
+is mapped before it does, and addresses that a step on the device may still read are taken away when
+that step is done: all by a thread beside the engine's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tidemill.errors import ConfigError
 
 _MOST_SPARE = 64  # free pieces that are kept; more go back to the driver
 _READY = 16  # free pieces that are created ahead
-_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3  # CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
+# CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 
 
 class _Location(ctypes.Structure):
@@ -63,7 +66,10 @@ class Driver:
     def __init__(self, device: int = 0) -> None:
         self._lib = ctypes.CDLL("libcuda.so.1")
         where = _Location(_ON_DEVICE, device)
-        self._properties, self._access = _Properties(type=_PINNED, location=where), _Access(where, _READ_AND_WRITE)
+        self._properties, self._access = (
+            _Properties(type=_PINNED, location=where),
+            _Access(where, _READ_AND_WRITE),
+        )
         self._context = ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ctypes.c_int(device))
@@ -75,13 +81,25 @@ class Driver:
 
     def granule(self) -> int:
         size = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), ctypes.c_int(0))
+        self._call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(size),
+            ctypes.byref(self._properties),
+            ctypes.c_int(0),
+        )
         return size.value
 
     def reserve(self, size: int) -> int:
         address = ctypes.c_uint64()
         none = ctypes.c_uint64(0)
-        self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), none, none)
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            ctypes.c_size_t(size),
+            ctypes.c_size_t(0),
+            none,
+            none,
+        )
         return address.value
 
     def wait(self) -> None:
@@ -93,7 +111,13 @@ class Driver:
     def create(self, size: int) -> int:
         handle = ctypes.c_uint64()
         properties = ctypes.byref(self._properties)
-        self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0))
+        self._call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            ctypes.c_size_t(size),
+            properties,
+            ctypes.c_uint64(0),
+        )
         return handle.value
 
     def release(self, handle: int) -> None:
@@ -102,11 +126,24 @@ class Driver:
     def map(self, address: int, size: int, handle: int) -> None:
         """Not to be read or written before `allow`."""
         none = ctypes.c_uint64(0)
-        self._call("cuMemMap", ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(handle), none)
+        self._call(
+            "cuMemMap",
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(size),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(handle),
+            none,
+        )
 
     def allow(self, address: int, size: int) -> None:
         access = ctypes.byref(self._access)
-        self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(size), access, ctypes.c_size_t(1))
+        self._call(
+            "cuMemSetAccess",
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(size),
+            access,
+            ctypes.c_size_t(1),
+        )
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
@@ -127,13 +164,24 @@ class Driver:
         self._call("cuMemsetD32Async", ctypes.c_uint64(address), *how)
 
     def call_host(self, function: int, argument: int, stream: int) -> None:
-        """The stream calls a function of the host, by its address, which may not call CUDA. Also of a graph that is captured."""
-        self._call("cuLaunchHostFunc", ctypes.c_void_p(stream), ctypes.c_void_p(function), ctypes.c_void_p(argument))
+        """The stream calls a function of the host, by its address, which may not call CUDA. Also of
+        a graph that is captured."""
+        self._call(
+            "cuLaunchHostFunc",
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(function),
+            ctypes.c_void_p(argument),
+        )
 
     def open_shared(self, handle: bytes) -> int:
         """Memory that another process allocated, on this GPU or one that this one can read."""
         address = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle((ctypes.c_ubyte * 64)(*handle)), ctypes.c_uint(1))
+        self._call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            _IpcHandle((ctypes.c_ubyte * 64)(*handle)),
+            ctypes.c_uint(1),
+        )
         return address.value
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -151,7 +199,8 @@ class Fence(Protocol):
 
 
 class CudaMemory:
-    """`fence`: of the latest step that was launched. What is taken away is taken away when it is done."""
+    """`fence`: of the latest step that was launched. What is taken away is taken away when it is
+    done."""
 
     def __init__(self, page_bytes: int, driver: Driver | None = None) -> None:
         self.driver = driver or Driver()
@@ -164,20 +213,27 @@ class CudaMemory:
             )
         self.page_bytes, self.granule = page_bytes, granule
         self.fence: Fence | None = None
-        self.num_ahead = self.num_in_time = self.num_waited = 0  # pages mapped ahead, and of those used; waits for an address
+        # pages mapped ahead, and of those used; waits for an address
+        self.num_ahead = self.num_in_time = self.num_waited = 0
         self._num_created = 0
         self._mapped: set[int] = set()
         self._reserved: list[tuple[int, int]] = []
         self._handles: dict[int, int] = {}  # of pages
         self._spare: list[int] = []
-        self._ahead: dict[int, int] = {}  # handles by the address where they are mapped for a page that has no number yet
+        # handles by the address where they are mapped for a page that has no number yet
+        self._ahead: dict[int, int] = {}
         self._busy: dict[int, threading.Event] = {}  # addresses that the thread works on
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         held = (self._handles, self._spare, self._ahead, self._mapped, self._reserved)
         weakref.finalize(self, _close, self.driver, page_bytes, self._jobs, *held).atexit = False
-        threading.Thread(target=_work, args=(self.driver, self._jobs, weakref.ref(self)), daemon=True, name="kv memory").start()
+        threading.Thread(
+            target=_work,
+            args=(self.driver, self._jobs, weakref.ref(self)),
+            daemon=True,
+            name="kv memory",
+        ).start()
         self._jobs.put(partial(_with, weakref.ref(self), CudaMemory._prepare))
 
     @property
@@ -312,7 +368,8 @@ class CudaMemory:
     # ---- the thread
 
     def _later(self, address: int | None, do: Callable[..., None], *arguments: Any) -> None:
-        """By the thread, after what it was given before. `address`: not to be used before it is done."""
+        """By the thread, after what it was given before. `address`: not to be used before it is
+        done."""
         done = threading.Event()
         if address is not None:
             self._busy[address] = done
@@ -384,7 +441,11 @@ def _close(
             driver.free(address, size)
 
 
-def _work(driver: Driver, jobs: queue.SimpleQueue[Callable[[], None] | None], memory: weakref.ref[CudaMemory]) -> None:
+def _work(
+    driver: Driver,
+    jobs: queue.SimpleQueue[Callable[[], None] | None],
+    memory: weakref.ref[CudaMemory],
+) -> None:
     driver.enter()
     while (job := jobs.get()) is not None:
         try:

@@ -1,7 +1,8 @@
 """The compiled CPU kernels: C for NEON and AVX2, built at installation where there is a compiler.
 
-`lib` is the library for this machine's CPU, or None; `why` says which one, or why none. Every op that has a compiled twin also
-has its torch reference, which is used where `lib` is None. Shapes and layouts are said beside the C functions.
+`lib` is the library for this machine's CPU, or None; `why` says which one, or why none. Every op
+that has a compiled twin also has its torch reference, which is used where `lib` is None. Shapes and
+layouts are said beside the C functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.exchanges import Exchange, ExchangeSpec
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
-from tidemill.kernels.native.streams import STREAM_ERRORS, HostNeurons, Neurons, Piece, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import (
+    STREAM_ERRORS,
+    HostNeurons,
+    Neurons,
+    Piece,
+    StreamFigures,
+    StreamSpec,
+)
 from tidemill.kernels.native.structs import (
     GroupSpec,
     KVQuantSpec,
@@ -54,7 +62,23 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-_KIND_NAMES = ("F32", "F16", "BF16", "Q8", "Q8M", "Q4", "MX4", "S4", "G8", "G8M", "G4", "GS4", "GT4", "W8", "T2")
+_KIND_NAMES = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8",
+    "Q8M",
+    "Q4",
+    "MX4",
+    "S4",
+    "G8",
+    "G8M",
+    "G4",
+    "GS4",
+    "GT4",
+    "W8",
+    "T2",
+)
 KINDS: Final = {name: number for number, name in enumerate(_KIND_NAMES)}  # of linear.h
 ORDERED: Final = 1 << 28  # of a kind: the input's columns have an order of their own
 SPARSE: Final = 1 << 29  # of a kind: single values are added to the matrix
@@ -82,7 +106,8 @@ def check_group(code: int) -> None:
         raise WorkerLost(f"The engine cannot go on: {_GROUP_ERRORS[code]}.")
     if code in STREAM_ERRORS:
         raise WeightsLost(
-            f"The engine cannot go on: {STREAM_ERRORS[code]}.", fix="Start again: it is written anew if it is wrong."
+            f"The engine cannot go on: {STREAM_ERRORS[code]}.",
+            fix="Start again: it is written anew if it is wrong.",
         )
 
 
@@ -103,7 +128,8 @@ _STRUCTS: Final = (
 
 
 def check_build(lib: ctypes.CDLL, sources: str) -> None:
-    """Raises OSError unless the library was built from these sources (empty: they are not there) and has these structs."""
+    """Raises OSError unless the library was built from these sources (empty: they are not there)
+    and has these structs."""
     fix = "install again, or run: python setup.py build_ext --inplace"
     if not hasattr(lib, "tm_sources") or not hasattr(lib, "tm_layout"):
         raise OSError(f"it was built from other sources; {fix}")
@@ -117,13 +143,17 @@ def check_build(lib: ctypes.CDLL, sources: str) -> None:
     ours = dict[str, int]()
     for struct, mirror in _STRUCTS:
         ours |= {struct: ctypes.sizeof(mirror)}
-        ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
+        ours |= {
+            f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset
+            for name, *_ in mirror._fields_
+        }
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
         raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
 
 
 class Library:
-    """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
+    """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where
+    nothing else is said."""
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
@@ -135,9 +165,28 @@ class Library:
         self._use_tiles.argtypes = [_INT]
         self.use_tiles(True)
         self._linear = lib.tm_linear
-        self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._linear.argtypes = [
+            _INT,
+            _POINTER,
+            _LONG,
+            _LONG,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _POINTER,
+        ]
         self._take_rows = lib.tm_take_rows
-        self._take_rows.argtypes = [_INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER]
+        self._take_rows.argtypes = [
+            _INT,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _POINTER,
+            _LONG,
+            _LONG,
+            _POINTER,
+        ]
         self._norm = lib.tm_add_rms_norm
         self._norm.argtypes = [_POINTER, _FLOAT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
@@ -145,10 +194,29 @@ class Library:
         self._post_norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._post_norm.restype = None
         self._qk_norm = lib.tm_qk_norm
-        self._qk_norm.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG]
+        self._qk_norm.argtypes = [
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _POINTER,
+            _LONG,
+            _FLOAT,
+            _POINTER,
+            _LONG,
+            _LONG,
+        ]
         self._qk_norm.restype = None
         self._layer_norm = lib.tm_add_layer_norm
-        self._layer_norm.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._layer_norm.argtypes = [
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _FLOAT,
+            _POINTER,
+            _LONG,
+            _LONG,
+        ]
         self._layer_norm.restype = None
         self._act = lib.tm_act
         self._act.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
@@ -200,11 +268,22 @@ class Library:
         self._all_gather = lib.tm_all_gather
         self._all_gather.argtypes = [_POINTER] * 3 + [_LONG] * 3
         self._take_ranges = lib.tm_take_ranges
-        self._take_ranges.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER]
+        self._take_ranges.argtypes = [
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _LONG,
+            _POINTER,
+            _POINTER,
+            _POINTER,
+        ]
         self.fail_group = lib.tm_fail_group
         self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
         self._copy_sum = lib.tm_copy_sum
-        self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
+        self._copy_sum.argtypes, self._copy_sum.restype = (
+            [_POINTER, _POINTER, _LONG, _POINTER],
+            None,
+        )
         self._open_stream = lib.tm_stream_open
         self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
         self.close_stream = lib.tm_stream_close
@@ -213,15 +292,27 @@ class Library:
         self._stream_layer.argtypes = [_POINTER, _LONG]
         self._stream_figures = lib.tm_stream_figures_of
         self._stream_figures.argtypes, self._stream_figures.restype = [_POINTER, _POINTER], None
-        self._own_rows, self._to_columns, self._to_rows = lib.tm_own_rows, lib.tm_to_columns, lib.tm_to_rows
-        self._own_rows.argtypes, self._own_rows.restype = [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER], None
+        self._own_rows, self._to_columns, self._to_rows = (
+            lib.tm_own_rows,
+            lib.tm_to_columns,
+            lib.tm_to_rows,
+        )
+        self._own_rows.argtypes, self._own_rows.restype = (
+            [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER],
+            None,
+        )
         self._to_columns.argtypes = self._to_rows.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
         self._columns = lib.tm_columns
-        self._columns.argtypes, self._columns.restype = [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER], None
+        self._columns.argtypes, self._columns.restype = (
+            [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER],
+            None,
+        )
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
-        self.op_numbers = {name.decode(): i for i, name in enumerate(takewhile(bool, map(lib.tm_op_name, count())))}
+        self.op_numbers = {
+            name.decode(): i for i, name in enumerate(takewhile(bool, map(lib.tm_op_name, count())))
+        }
         self._recording: Recording | None = None
 
     def set_threads(self, num_threads: int) -> int:
@@ -230,7 +321,8 @@ class Library:
         return self.num_threads
 
     def use_tiles(self, wanted: bool) -> bool:
-        """Tells if AMX is used from now on: where the CPU has it and the system lets this process use it."""
+        """Tells if AMX is used from now on: where the CPU has it and the system lets this process
+        use it."""
         self.has_tiles = bool(self._use_tiles(wanted))
         return self.has_tiles
 
@@ -244,51 +336,103 @@ class Library:
         num_out: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps. `out`: room for the result."""
+        """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps. `out`: room
+        for the result."""
         if out is None:
             out = x_TK.new_empty(x_TK.shape[0], num_out)
         assert out.shape == (x_TK.shape[0], num_out)
         _check(x_TK, out)
-        if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
+        if self._linear(
+            kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()
+        ):
             raise MemoryError("no memory for a linear layer's input")
         if self._recording:
-            self._recording.note("linear", out, x_TK, kind=kind, width=x_TK.shape[1], num_out=num_out, a=codes, b=scales, c=bias)
+            self._recording.note(
+                "linear",
+                out,
+                x_TK,
+                kind=kind,
+                width=x_TK.shape[1],
+                num_out=num_out,
+                a=codes,
+                b=scales,
+                c=bias,
+            )
         return out
 
-    def take_rows(self, kind: int, codes: int, scales: int, num_out: int, rows_T: torch.Tensor, width: int) -> torch.Tensor:
+    def take_rows(
+        self, kind: int, codes: int, scales: int, num_out: int, rows_T: torch.Tensor, width: int
+    ) -> torch.Tensor:
         """The rows of a matrix of a kind to S4, as floats."""
         assert rows_T.dtype == torch.int64
         rows_T, out = rows_T.contiguous(), torch.empty(rows_T.numel(), width)
-        if self._take_rows(kind, codes, scales, num_out, rows_T.data_ptr(), rows_T.numel(), width, out.data_ptr()):
+        if self._take_rows(
+            kind, codes, scales, num_out, rows_T.data_ptr(), rows_T.numel(), width, out.data_ptr()
+        ):
             raise IndexError(f"rows {rows_T.tolist()} of {num_out}")
         return out
 
     def add_rms_norm(
-        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+        self,
+        x_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         _check(residual_TH, weight_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
-        x, weight, width = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), residual_TH.shape[1]
-        self._norm(x, scale, residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
+        x, weight, width = (
+            None if x_TH is None else x_TH.data_ptr(),
+            weight_H.data_ptr(),
+            residual_TH.shape[1],
+        )
+        self._norm(
+            x, scale, residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape
+        )
         if self._recording:
-            self._recording.note("norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps, scale=scale)
+            self._recording.note(
+                "norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps, scale=scale
+            )
         return out
 
-    def post_norm(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    def post_norm(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         _check(x_TH, residual_TH, weight_H)
-        out, weight, width = residual_TH.new_empty(residual_TH.shape), weight_H.data_ptr(), residual_TH.shape[1]
-        self._post_norm(x_TH.data_ptr(), residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
+        out, weight, width = (
+            residual_TH.new_empty(residual_TH.shape),
+            weight_H.data_ptr(),
+            residual_TH.shape[1],
+        )
+        self._post_norm(
+            x_TH.data_ptr(), residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape
+        )
         if self._recording:
-            self._recording.note("post_norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps)
+            self._recording.note(
+                "post_norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps
+            )
         return out
 
-    def qk_norm(self, qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def qk_norm(
+        self, qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         _check(qkv_TC, q_weight, k_weight)
         out, num_q, num_k = qkv_TC.new_empty(qkv_TC.shape), q_weight.numel(), k_weight.numel()
         q, k = q_weight.data_ptr(), k_weight.data_ptr()
         self._qk_norm(qkv_TC.data_ptr(), q, num_q, k, num_k, eps, out.data_ptr(), *qkv_TC.shape)
         if self._recording:
-            self._recording.note("qk_norm", out, qkv_TC, width=qkv_TC.shape[1], kind=num_q, num_out=num_k, a=q, b=k, eps=eps)
+            self._recording.note(
+                "qk_norm",
+                out,
+                qkv_TC,
+                width=qkv_TC.shape[1],
+                kind=num_q,
+                num_out=num_k,
+                a=q,
+                b=k,
+                eps=eps,
+            )
         return out
 
     def add_layer_norm(
@@ -301,10 +445,25 @@ class Library:
     ) -> torch.Tensor:
         _check(residual_TH, weight_H, bias_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
-        x, weight, bias = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), bias_H.data_ptr()
-        self._layer_norm(x, residual_TH.data_ptr(), weight, bias, eps, out.data_ptr(), *residual_TH.shape)
+        x, weight, bias = (
+            None if x_TH is None else x_TH.data_ptr(),
+            weight_H.data_ptr(),
+            bias_H.data_ptr(),
+        )
+        self._layer_norm(
+            x, residual_TH.data_ptr(), weight, bias, eps, out.data_ptr(), *residual_TH.shape
+        )
         if self._recording:
-            self._recording.note("layer_norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight, b=bias, eps=eps)
+            self._recording.note(
+                "layer_norm",
+                out,
+                x_TH,
+                residual_TH,
+                width=residual_TH.shape[1],
+                a=weight,
+                b=bias,
+                eps=eps,
+            )
         return out
 
     def activate(self, x_TI: torch.Tensor, act: int) -> torch.Tensor:
@@ -327,23 +486,42 @@ class Library:
         return out
 
     def attention(
-        self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int, num_out: int
+        self,
+        step: int,
+        layer: int,
+        learned: HeadWeights,
+        qkv_TC: torch.Tensor,
+        keys: int,
+        values: int,
+        num_out: int,
     ) -> torch.Tensor:
         """`step`, `layer`, `keys`, `values`: addresses. qkv is normed and rotated in place."""
         weights = learned.q_norm, learned.k_norm, learned.sinks
         given = *weights, learned.chosen
         _check(qkv_TC, *(weight for weight in given if weight is not None))
-        q_norm, k_norm, sinks, chosen = (None if weight is None else weight.data_ptr() for weight in given)
+        q_norm, k_norm, sinks, chosen = (
+            None if weight is None else weight.data_ptr() for weight in given
+        )
         out = qkv_TC.new_empty(qkv_TC.shape[0], num_out)
         places = qkv_TC.data_ptr(), keys, values, out.data_ptr(), chosen
         if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, *places):
             raise MemoryError("no memory for attention")
         if self._recording:
             own: dict[str, Any] = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
-            self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
+            self._recording.note(
+                "attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own
+            )
         return out
 
-    def write_kv(self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int) -> None:
+    def write_kv(
+        self,
+        step: int,
+        layer: int,
+        learned: HeadWeights,
+        qkv_TC: torch.Tensor,
+        keys: int,
+        values: int,
+    ) -> None:
         """Enters keys and values; same as `attention`, up to the cache."""
         weights = learned.q_norm, learned.k_norm
         _check(qkv_TC, *(weight for weight in weights if weight is not None))
@@ -378,7 +556,14 @@ class Library:
         self._concat(*places, (_LONG * 3)(*widths), out.shape[0], out.data_ptr())
         if self._recording:
             self._recording.note(
-                "concat", out, first, in_2=second, in_3=third, width=widths[0], kind=widths[1], num_out=sum(widths)
+                "concat",
+                out,
+                first,
+                in_2=second,
+                in_3=third,
+                width=widths[0],
+                kind=widths[1],
+                num_out=sum(widths),
             )
         return out
 
@@ -393,13 +578,18 @@ class Library:
         """The ranks' columns side by side, `num_out` in all. `group`: the address of a GroupSpec."""
         _check(x_TN)
         out, (num_rows, width) = x_TN.new_empty(x_TN.shape[0], num_out), x_TN.shape
-        check_group(self._all_gather(group, x_TN.data_ptr(), out.data_ptr(), num_rows, width, num_out))
+        check_group(
+            self._all_gather(group, x_TN.data_ptr(), out.data_ptr(), num_rows, width, num_out)
+        )
         if self._recording:
             self._recording.note("all_gather", out, x_TN, width=width, num_out=num_out, a=group)
         return out
 
-    def take_ranges(self, group: int, shown: bytes, most: int, ranges: list[tuple[int, int]]) -> bytearray:
-        """All ranks show bytes, at most `most`; returned is of each rank's a range (first, how many)."""
+    def take_ranges(
+        self, group: int, shown: bytes, most: int, ranges: list[tuple[int, int]]
+    ) -> bytearray:
+        """All ranks show bytes, at most `most`; returned is of each rank's a range (first, how
+        many)."""
         starts, lens = ((_LONG * len(ranges))(*column) for column in zip(*ranges, strict=True))
         out = bytearray(max(1, sum(lens)))
         place = (ctypes.c_char * len(out)).from_buffer(out)
@@ -421,7 +611,14 @@ class Library:
         if self._recording:
             self._recording.note("lora", None, x_TK, y_TN, num_out=y_TN.shape[1], a=lora)
 
-    def conv(self, states: int, layer: int, projected_TC: torch.Tensor, learned: StateWeights, num_out: int) -> torch.Tensor:
+    def conv(
+        self,
+        states: int,
+        layer: int,
+        projected_TC: torch.Tensor,
+        learned: StateWeights,
+        num_out: int,
+    ) -> torch.Tensor:
         """`states`, `layer`: addresses."""
         weight, bias = learned.conv_KC, learned.conv_bias_C
         _check(projected_TC, weight, *(() if bias is None else (bias,)))
@@ -432,7 +629,9 @@ class Library:
             self._recording.note("conv", out, projected_TC, a=layer, b=places[0], c=places[1])
         return out
 
-    def scan(self, states: int, layer: int, inputs: ScanInputs, learned: StateWeights, num_out: int) -> torch.Tensor:
+    def scan(
+        self, states: int, layer: int, inputs: ScanInputs, learned: StateWeights, num_out: int
+    ) -> torch.Tensor:
         """`states`, `layer`: addresses. The convolved channels are overwritten."""
         weights = learned.decay, learned.skip_I, learned.step_bias, learned.norm_I
         given = inputs.mixed_TC, inputs.projected_TC, inputs.steps_TI, inputs.bc_TS2
@@ -472,23 +671,29 @@ class Library:
         ahead: int | None = None,
         ahead_TL: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`experts`: the address of a `MoE`. `ahead`: of the next layer's, whose experts are read by guess; and what its router
-        says of the same rows."""
+        """`experts`: the address of a `MoE`. `ahead`: of the next layer's, whose experts are read
+        by guess; and what its router says of the same rows."""
         _check(x_TH, logits_TL)
         out = torch.empty_like(x_TH)
         guess = ahead, None if ahead_TL is None else ahead_TL.data_ptr()
-        if failed := self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), *guess, x_TH.shape[0], out.data_ptr()):
+        if failed := self._moe(
+            experts, x_TH.data_ptr(), logits_TL.data_ptr(), *guess, x_TH.shape[0], out.data_ptr()
+        ):
             check_group(failed)
             raise MemoryError("no memory for a mixture of experts")
         if self._recording:
             self._recording.note("moe", out, x_TH, logits_TL, in_2=ahead_TL, a=experts, b=ahead)
         return out
 
-    def neurons(self, neurons: int, x_TH: torch.Tensor, gate_TI: torch.Tensor, num_out: int) -> torch.Tensor:
+    def neurons(
+        self, neurons: int, x_TH: torch.Tensor, gate_TI: torch.Tensor, num_out: int
+    ) -> torch.Tensor:
         """`neurons`: the address of a `Neurons`."""
         _check(x_TH, gate_TI)
         out = x_TH.new_empty(x_TH.shape[0], num_out)
-        if failed := self._neurons(neurons, x_TH.data_ptr(), gate_TI.data_ptr(), x_TH.shape[0], out.data_ptr()):
+        if failed := self._neurons(
+            neurons, x_TH.data_ptr(), gate_TI.data_ptr(), x_TH.shape[0], out.data_ptr()
+        ):
             check_group(failed)
             raise MemoryError("no memory for a feed-forward")
         if self._recording:
@@ -565,22 +770,36 @@ class Library:
             self._recording.note("own_rows", out, x_TN, kind=rank, width=width, num_out=size)
         return out
 
-    def to_columns(self, exchange: Exchange, x_RN: torch.Tensor, num_rows: int) -> tuple[int, torch.Tensor]:
-        """From some rows of all columns to all `num_rows` rows of some columns. Besides them, what `check_group` takes."""
+    def to_columns(
+        self, exchange: Exchange, x_RN: torch.Tensor, num_rows: int
+    ) -> tuple[int, torch.Tensor]:
+        """From some rows of all columns to all `num_rows` rows of some columns. Besides them, what
+        `check_group` takes."""
         out = x_RN.new_empty(num_rows, exchange.own_width)
         failed = self._to_columns(exchange.address, x_RN.data_ptr(), out.data_ptr(), num_rows)
         if self._recording:
-            self._recording.note("to_columns", out, x_RN, width=exchange.width, num_out=exchange.own_width, a=exchange.address)
+            self._recording.note(
+                "to_columns",
+                out,
+                x_RN,
+                width=exchange.width,
+                num_out=exchange.own_width,
+                a=exchange.address,
+            )
         return failed, out
 
-    def to_rows(self, exchange: Exchange, x_TN: torch.Tensor, rank: int, size: int) -> tuple[int, torch.Tensor]:
+    def to_rows(
+        self, exchange: Exchange, x_TN: torch.Tensor, rank: int, size: int
+    ) -> tuple[int, torch.Tensor]:
         """From all rows of some columns to some rows of all columns."""
         num = x_TN.shape[0]
         out = x_TN.new_empty(num * (rank + 1) // size - num * rank // size, exchange.width)
         failed = self._to_rows(exchange.address, x_TN.data_ptr(), out.data_ptr(), num)
         if self._recording:
             width = x_TN.shape[1]
-            self._recording.note("to_rows", out, x_TN, kind=rank, width=width, num_out=size, a=exchange.address)
+            self._recording.note(
+                "to_rows", out, x_TN, kind=rank, width=width, num_out=size, a=exchange.address
+            )
         return failed, out
 
 
@@ -589,7 +808,11 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux; Apple's ARM cores all have the dot product
         return {"asimddp"} if sys.platform == "darwin" else set()
-    cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
+    cores = [
+        set(line.partition(":")[2].split())
+        for line in lines
+        if line.startswith(("flags", "Features"))
+    ]
     return set.intersection(*cores) if cores else set()  # what every core has
 
 
@@ -605,7 +828,9 @@ def _load() -> tuple[Library | None, str]:
             if path.is_file():
                 try:
                     library = Library(path)
-                    return library, name.removeprefix("_") + (" with AMX" if library.has_tiles else "")
+                    return library, name.removeprefix("_") + (
+                        " with AMX" if library.has_tiles else ""
+                    )
                 except (OSError, AttributeError) as error:
                     problem = f"{path.name} cannot be loaded: {error}"
                 break

@@ -1,4 +1,5 @@
-"""A hash of the C sources, compiled into the library so that one built from other sources is noticed. setup.py runs this file."""
+"""A hash of the C sources, compiled into the library so that one built from other sources is
+noticed. setup.py runs this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Structs of tidemill.h, as ctypes has them: names, order and types are checked when the library is loaded."""
+"""Structs of tidemill.h, as ctypes has them: names, order and types are checked when the library is
+loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +12,19 @@ class LayerSpec(ctypes.Structure):
     """tm_layer of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "value_dim")),
-        *((name, _LONG) for name in ("num_stored", "num_values", "value_row", "num_rotated", "window")),
+        *(
+            (name, _LONG)
+            for name in ("group", "num_heads", "num_kv_heads", "head_dim", "value_dim")
+        ),
+        *(
+            (name, _LONG)
+            for name in ("num_stored", "num_values", "value_row", "num_rotated", "window")
+        ),
         *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
-        *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales", "quant")),
+        *(
+            (name, _POINTER)
+            for name in ("bias", "cos", "sin", "key_scales", "value_scales", "quant")
+        ),
         ("number", _LONG),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
@@ -25,7 +35,10 @@ class KVQuantSpec(ctypes.Structure):
 
     _fields_ = [
         ("bits", _LONG),
-        *((name, _POINTER) for name in ("scales", "factors", "offsets", "key_bounds", "value_bounds", "key_levels")),
+        *(
+            (name, _POINTER)
+            for name in ("scales", "factors", "offsets", "key_bounds", "value_bounds", "key_levels")
+        ),
         ("value_levels", _POINTER),
     ]
 
@@ -34,8 +47,21 @@ class Step(ctypes.Structure):
     """tm_step of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_tokens", "page_size", "page_bytes", "table_width", "kv_format", "num_tiles")),
-        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")),
+        *(
+            (name, _LONG)
+            for name in (
+                "num_tokens",
+                "page_size",
+                "page_bytes",
+                "table_width",
+                "kv_format",
+                "num_tiles",
+            )
+        ),
+        *(
+            (name, _POINTER)
+            for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
+        ),
         ("path_width", _LONG),
         *((name, _POINTER) for name in ("tile_base", "tile_path")),
         *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
@@ -50,7 +76,17 @@ class Policy(ctypes.Structure):
     _fields_ = [
         *(
             (name, _LONG)
-            for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "channels", "stride")
+            for name in (
+                "kind",
+                "capacity",
+                "kept",
+                "recent",
+                "sinks",
+                "first_observed",
+                "dense_layers",
+                "channels",
+                "stride",
+            )
         ),
         ("memory", _POINTER),
     ]
@@ -63,7 +99,17 @@ class Segment(ctypes.Structure):
         ("policy", _POINTER),
         *(
             (name, _LONG)
-            for name in ("row", "token", "count", "position", "slot", "evicts", "num_read", "first_page", "num_pages")
+            for name in (
+                "row",
+                "token",
+                "count",
+                "position",
+                "slot",
+                "evicts",
+                "num_read",
+                "first_page",
+                "num_pages",
+            )
         ),
     ]
 
@@ -78,7 +124,18 @@ class StateLayer(ctypes.Structure):
     """tm_state_layer of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("kind", "num_heads", "head_dim", "state_size", "num_groups", "kernel", "norm_size")),
+        *(
+            (name, _LONG)
+            for name in (
+                "kind",
+                "num_heads",
+                "head_dim",
+                "state_size",
+                "num_groups",
+                "kernel",
+                "norm_size",
+            )
+        ),
         *((name, _LONG) for name in ("num_channels", "num_projected")),
         ("pieces", _POINTER),
     ]
@@ -88,7 +145,10 @@ class States(ctypes.Structure):
     """tm_states of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_tokens", "num_chains", "page_bytes", "table_width", "table_stride")),
+        *(
+            (name, _LONG)
+            for name in ("num_tokens", "num_chains", "page_bytes", "table_width", "table_stride")
+        ),
         *((name, _POINTER) for name in ("pool", "tables", "segments", "chains")),
     ]
 
@@ -107,7 +167,10 @@ class MoE(ctypes.Structure):
     """tm_moe of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "is_scored", "act")),
+        *(
+            (name, _LONG)
+            for name in ("num_experts", "top_k", "renormalise", "topk_first", "is_scored", "act")
+        ),
         *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("counts", _POINTER),
         ("stream", _POINTER),
@@ -119,7 +182,10 @@ class Routing(ctypes.Structure):
     """tm_routing of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_experts", "top_k", "is_softmax", "renormalise", "num_groups")),
+        *(
+            (name, _LONG)
+            for name in ("num_experts", "top_k", "is_softmax", "renormalise", "num_groups")
+        ),
         *((name, _LONG) for name in ("top_groups", "best_of_group", "has_shared")),
         ("scale", _FLOAT),
         ("bias", _POINTER),
@@ -142,13 +208,24 @@ class GroupSpec(ctypes.Structure):
 class LoraPair(ctypes.Structure):
     """tm_lora_pair of tidemill.h."""
 
-    _fields_ = [("down", _POINTER), ("up", _POINTER), ("kind", _LONG), ("rank", _LONG), ("scale", _FLOAT)]
+    _fields_ = [
+        ("down", _POINTER),
+        ("up", _POINTER),
+        ("kind", _LONG),
+        ("rank", _LONG),
+        ("scale", _FLOAT),
+    ]
 
 
 class LoraStep(ctypes.Structure):
     """tm_lora_step of tidemill.h."""
 
-    _fields_ = [("num_tokens", _LONG), ("num_tiles", _LONG), ("order", _POINTER), ("tiles", _POINTER)]
+    _fields_ = [
+        ("num_tokens", _LONG),
+        ("num_tiles", _LONG),
+        ("order", _POINTER),
+        ("tiles", _POINTER),
+    ]
 
 
 class Lora(ctypes.Structure):

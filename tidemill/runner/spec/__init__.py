@@ -1,8 +1,9 @@
 """Drafters: they guess the next tokens of running requests, and a step verifies the guesses.
 
-What a request outputs never depends on them: a step draws the target's own token in the place of every draft, and a draft counts
-only if it is that token. With rejection acceptance (acceptance.py) only the distribution of the output does not depend on them. A
-new drafter is a file here and a line in `DRAFTERS` (registry.py).
+What a request outputs never depends on them: a step draws the target's own token in the place of
+every draft, and a draft counts only if it is that token. With rejection acceptance (acceptance.py)
+only the distribution of the output does not depend on them. A new drafter is a file here and a line
+in `DRAFTERS` (registry.py).
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class Ask(NamedTuple):
     params: SamplingParams
     most: int  # drafts that can be used
     salt: str = ""  # what is learned from a request serves others with the same salt only
-    placeholders: frozenset[int] = frozenset()  # ids of the prompt that stand for no text, which are no drafts
+    # ids of the prompt that stand for no text, which are no drafts
+    placeholders: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn(Sequence[int]):
-    """Drafts that were drawn at random, each from a row of `probs_DV` (float32), which rejection acceptance makes use of.
-    Whether a draft is among them must not depend on which token it is."""
+    """Drafts that were drawn at random, each from a row of `probs_DV` (float32), which rejection
+    acceptance makes use of. Whether a draft is among them must not depend on which token it is."""
 
     tokens: Sequence[int]
     probs_DV: np.ndarray
@@ -53,11 +55,13 @@ class Drawn(Sequence[int]):
 
 class Drafter(Protocol):
     name: str
-    is_free: bool  # a guess costs next to nothing, so it is made before it is decided whether it is worth verifying
+    # a guess costs next to nothing, so it is made before it is decided whether it is worth
+    # verifying
+    is_free: bool
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        """The tokens that may follow, for each request; none where there is no guess. Those of a drafter that samples may be
-        `Drawn`."""
+        """The tokens that may follow, for each request; none where there is no guess. Those of a
+        drafter that samples may be `Drawn`."""
         ...
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
@@ -70,5 +74,6 @@ class KnowsChances(Protocol):
     """A drafter whose drafts are not a chain of equals."""
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
-        """The chance of each of so many drafts to be right, never more than the one before it; None: as in a chain."""
+        """The chance of each of so many drafts to be right, never more than the one before it;
+        None: as in a chain."""
         ...

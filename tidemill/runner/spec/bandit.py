@@ -1,8 +1,10 @@
-"""The exit at which a chain of drafts leaves the model: Thompson sampling over the exits, for each draft of the chain.
+"""The exit at which a chain of drafts leaves the model: Thompson sampling over the exits, for each
+draft of the chain.
 
-How often a draft is right, by its number in the chain and its exit, has a Beta posterior. Each proposal draws from all of them
-and plans the chain that would give the most tokens a second if the draws were true: a deeper exit is right more often, and costs
-more. What was hardly tried draws widely, so it is tried again.
+How often a draft is right, by its number in the chain and its exit, has a Beta posterior. Each
+proposal draws from all of them and plans the chain that would give the most tokens a second if the
+draws were true: a deeper exit is right more often, and costs more. What was hardly tried draws
+widely, so it is tried again.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class Beta:
 
 
 class ExitBandit:
-    """Exits are numbered from the first to the deepest. A draft leaves no deeper than the one before it: the keys and values
-    that it needs are those that were computed for the drafts before."""
+    """Exits are numbered from the first to the deepest. A draft leaves no deeper than the one
+    before it: the keys and values that it needs are those that were computed for the drafts
+    before."""
 
-    def __init__(self, draft_costs: Sequence[float], step_costs: Sequence[float], seed: int = 0) -> None:
-        """`draft_costs`: of a draft by each exit. `step_costs`: of a step of 1, 2, ... tokens; in the same unit."""
+    def __init__(
+        self, draft_costs: Sequence[float], step_costs: Sequence[float], seed: int = 0
+    ) -> None:
+        """`draft_costs`: of a draft by each exit. `step_costs`: of a step of 1, 2, ... tokens; in
+        the same unit."""
         self._draft_costs = list(draft_costs)
         self._step_costs = list(step_costs)
         self._noise = random.Random(seed)
@@ -58,15 +64,24 @@ class ExitBandit:
         """The exits of a chain of drafts; none: no draft is worth its time."""
         exits = range(len(self._draft_costs))
         most = min(most, _LONGEST)
-        chances = [[self.posterior(number, exit_).draw(self._noise) for exit_ in exits] for number in range(most)]
+        chances = [
+            [self.posterior(number, exit_).draw(self._noise) for exit_ in exits]
+            for number in range(most)
+        ]
         best, best_rate = list[int](), 1.0 / self._step_costs[0]
-        open_ = [(list[int](), 1.0, 1.0, self._step_costs[0])]  # chains: exits, chance that all are right, tokens, time
+        # chains: exits, chance that all are right, tokens, time
+        open_ = [(list[int](), 1.0, 1.0, self._step_costs[0])]
         while open_:
             chain, chance, tokens, seconds = open_.pop()
             number = len(chain)
             for exit_ in exits[: chain[-1] + 1] if chain else exits:
                 right = chance * chances[number][exit_]
-                one = [*chain, exit_], right, tokens + right, seconds + self._draft_costs[exit_] + self._more(number)
+                one = (
+                    [*chain, exit_],
+                    right,
+                    tokens + right,
+                    seconds + self._draft_costs[exit_] + self._more(number),
+                )
                 if one[2] / one[3] > best_rate:
                     best, best_rate = one[0], one[2] / one[3]
                 if number + 1 < most and right > _LEAST:
@@ -74,7 +89,8 @@ class ExitBandit:
         return best
 
     def _more(self, number: int) -> float:
-        """The time that one more draft than this many adds to a step. Past what was measured, as the last."""
+        """The time that one more draft than this many adds to a step. Past what was measured, as
+        the last."""
         if len(self._step_costs) < 2:
             return 0.0
         at = min(number, len(self._step_costs) - 2)

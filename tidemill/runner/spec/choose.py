@@ -1,5 +1,5 @@
-"""From the logits of the draft vocabulary to drafts: as the target chooses, with the same noise, so that both agree as often as
-their distributions let them."""
+"""From the logits of the draft vocabulary to drafts: as the target chooses, with the same noise, so
+that both agree as often as their distributions let them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The outcome of a row in a step that was computed: which of the step's tokens are right, from position `start` of the row
-    on, and what was drawn after the last of them."""
+    """The outcome of a row in a step that was computed: which of the step's tokens are right, from
+    position `start` of the row on, and what was drawn after the last of them."""
 
     row: int
     start: int
@@ -62,7 +62,8 @@ class Chooser:
         self._columns[ids_D] = torch.arange(len(ids_D), device=self._device)
 
     def extend(self, logits_RD: torch.Tensor, chains: Sequence[Chain]) -> list[int]:
-        """Add a draft to each of these chains that is worth one; which of them go on. The logits are consumed."""
+        """Add a draft to each of these chains that is worth one; which of them go on. The logits
+        are consumed."""
         for i, chain in enumerate(chains):
             if chain.params.has_penalties:
                 self._penalize(logits_RD[i], chain)
@@ -70,12 +71,16 @@ class Chooser:
         chosen_R = logits_RD.argmax(-1)
         if drawn:
             some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
-            seeds, positions = self._ints([chains[i].params.seed or 0 for i in drawn], [chains[i].position for i in drawn])
+            seeds, positions = self._ints(
+                [chains[i].params.seed or 0 for i in drawn], [chains[i].position for i in drawn]
+            )
             chosen_R[drawn] = gumbel_argmax_among(some, self._ids_D, seeds, positions)
             logits_RD[drawn] = some
         probs = logits_RD.softmax(-1).gather(1, chosen_R.unsqueeze(1)).flatten().tolist()
         going = []
-        for i, (chain, token) in enumerate(zip(chains, self._ids_D[chosen_R].tolist(), strict=True)):
+        for i, (chain, token) in enumerate(
+            zip(chains, self._ids_D[chosen_R].tolist(), strict=True)
+        ):
             chain.prob *= probs[i]
             if chain.prob >= self._least:
                 chain.drafts.append(token)
@@ -83,20 +88,31 @@ class Chooser:
                     going.append(i)
         return going
 
-    def candidates(self, logits_RD: torch.Tensor, chains: Sequence[Chain], number: int, num: int) -> list[list[int]]:
-        """The `num` tokens of each that are likeliest to be drawn `number` places after its known ones. Logits are consumed."""
+    def candidates(
+        self, logits_RD: torch.Tensor, chains: Sequence[Chain], number: int, num: int
+    ) -> list[list[int]]:
+        """The `num` tokens of each that are likeliest to be drawn `number` places after its known
+        ones. Logits are consumed."""
         drawn = [i for i, chain in enumerate(chains) if not chain.params.greedy]
         if drawn:
             some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
             seeds, positions = self._ints(
-                [chains[i].params.seed or 0 for i in drawn], [len(chains[i].tokens) + number for i in drawn]
+                [chains[i].params.seed or 0 for i in drawn],
+                [len(chains[i].tokens) + number for i in drawn],
             )
-            logits_RD[drawn] = some - exponential_noise(noise_keys(seeds, positions), len(self._ids_D), self._ids_D).log_()
+            logits_RD[drawn] = (
+                some
+                - exponential_noise(
+                    noise_keys(seeds, positions), len(self._ids_D), self._ids_D
+                ).log_()
+            )
         best = logits_RD.topk(min(num, logits_RD.shape[1]), dim=-1).indices
         return [(row + [row[-1]] * (num - len(row))) for row in self._ids_D[best].tolist()]
 
     def _restricted(self, logits_SD: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        logits_SD /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=self._device)
+        logits_SD /= torch.tensor(
+            [[p.temperature] for p in params], dtype=torch.float32, device=self._device
+        )
         restrict_top_k(logits_SD, [p.top_k for p in params])
         restrict_top_p(logits_SD, [p.top_p for p in params])
         restrict_min_p(logits_SD, [p.min_p for p in params])

@@ -1,7 +1,8 @@
-"""A draft model: a smaller model with the same tokenizer goes ahead, in a runner and a KV pool of its own.
+"""A draft model: a smaller model with the same tokenizer goes ahead, in a runner and a KV pool of
+its own.
 
-Its rows have the requests' sampling parameters, so that it draws with the noise of the same seed and position: where both models
-give about the same probabilities, they draw the same token.
+Its rows have the requests' sampling parameters, so that it draws with the noise of the same seed
+and position: where both models give about the same probabilities, they draw the same token.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ class _Row:
     is_new: bool = True  # the runner does not know it yet
     num_known: int = 0  # tokens of the request that are in the row
     num_done: int = 0  # of these, how many have their keys and values
-    drafts: list[int] = field(default_factory=list)  # drawn after those; all but the last have theirs, too
+    # drawn after those; all but the last have theirs, too
+    drafts: list[int] = field(default_factory=list)
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Takes the tokens that the request has by now. Drafts that were right need not be computed again. Returns from where on
-        the row does not have these tokens."""
+        """Takes the tokens that the request has by now. Drafts that were right need not be computed
+        again. Returns from where on the row does not have these tokens."""
         first = self.num_known
         if self.drafts:
             known, drafts = self.num_known, self.drafts
             pairs = enumerate(zip(drafts, tokens[known:], strict=False))
-            num_right = next((i for i, (draft, token) in pairs if draft != token), min(len(drafts), len(tokens) - known))
+            num_right = next(
+                (i for i, (draft, token) in pairs if draft != token),
+                min(len(drafts), len(tokens) - known),
+            )
             self.num_done = known + min(num_right, len(drafts) - 1)
             first, self.drafts = known + num_right, []
         self.num_known = len(tokens)
-        self.num_done = min(self.num_done, len(tokens) - 1)  # the last must be computed for its logits
+        # the last must be computed for its logits
+        self.num_done = min(self.num_done, len(tokens) - 1)
         return first
 
 
@@ -62,8 +68,11 @@ class DraftModelDrafter:
 
     def _reset(self) -> None:
         how = self._config
-        self._kv = KVManager(how.num_pages + 1, how.page_size, True, how.layout.groups, how.token_budget)
-        self._rows: OrderedDict[int, _Row] = OrderedDict()  # by seq, the one asked for last at the end
+        self._kv = KVManager(
+            how.num_pages + 1, how.page_size, True, how.layout.groups, how.token_budget
+        )
+        # by seq, the one asked for last at the end
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
         self._free = list(range(how.max_requests))
         self._zeroes: list[int] = []  # pages that held NaN
 
@@ -102,12 +111,15 @@ class DraftModelDrafter:
             self._drop(seq, broken=True)
         else:
             self._rows[seq].drafts = drafts
-        num_usable = next((i for i, token in enumerate(drafts) if not 0 <= token < self._num_ids), len(drafts))
+        num_usable = next(
+            (i for i, token in enumerate(drafts) if not 0 <= token < self._num_ids), len(drafts)
+        )
         return drafts[:num_usable]
 
     def _catch_up(self, asks: Sequence[Ask]) -> tuple[StepPlan, dict[int, int]]:
-        """A step over the tokens that the draft model does not know yet, as many as a step may have; first those who have few.
-        Whoever it brings up to date gets drafts: how many, by seq."""
+        """A step over the tokens that the draft model does not know yet, as many as a step may
+        have; first those who have few. Whoever it brings up to date gets drafts: how many, by
+        seq."""
         plan, nums, room = self._plan(), dict[int, int](), self._config.token_budget
         asked = {ask.seq for ask in asks}
         for ask in sorted(asks, key=self._num_missing):
@@ -130,11 +142,17 @@ class DraftModelDrafter:
                 nums[ask.seq] = num
         return plan, nums
 
-    def _enter(self, plan: StepPlan, ask: Ask, row: _Row, first: int, changes: list[PageChange]) -> None:
+    def _enter(
+        self, plan: StepPlan, ask: Ask, row: _Row, first: int, changes: list[PageChange]
+    ) -> None:
         """Puts into a plan what is new about a row. `first`: of its tokens."""
         if not row.is_new:
-            plan.page_updates += [RowPages(row.row, one.group, one.first_index, one.page_ids) for one in changes]
-            plan.token_writes += [TokenWrite(row.row, at, token) for at, token in enumerate(ask.tokens[first:], first)]
+            plan.page_updates += [
+                RowPages(row.row, one.group, one.first_index, one.page_ids) for one in changes
+            ]
+            plan.token_writes += [
+                TokenWrite(row.row, at, token) for at, token in enumerate(ask.tokens[first:], first)
+            ]
             return
         pages = [list(pages) for pages in self._kv.tables(ask.seq)]
         spec = RowSpec(_own_params(ask.params, self._num_ids), ask.num_prompt)
@@ -165,7 +183,10 @@ class DraftModelDrafter:
     def _row_of(self, ask: Ask, asked: Collection[int]) -> _Row | None:
         """None: it cannot have drafts now."""
         row = self._rows.get(ask.seq)
-        if len(ask.tokens) >= self._config.max_context or max(ask.tokens[row.num_done if row else 0 :]) >= self._num_ids:
+        if (
+            len(ask.tokens) >= self._config.max_context
+            or max(ask.tokens[row.num_done if row else 0 :]) >= self._num_ids
+        ):
             self._drop(ask.seq)
             return None
         if row is not None:
@@ -180,8 +201,11 @@ class DraftModelDrafter:
         row = self._rows[ask.seq] = _Row(self._free.pop(), num_done=start.num_cached)
         return row
 
-    def _make_room(self, seq: int, start: int, end: int, asked: Collection[int]) -> list[PageChange] | None:
-        """Pages for tokens up to `end`, without those that none from `start` on sees. None: there are not enough."""
+    def _make_room(
+        self, seq: int, start: int, end: int, asked: Collection[int]
+    ) -> list[PageChange] | None:
+        """Pages for tokens up to `end`, without those that none from `start` on sees. None: there
+        are not enough."""
         changes = self._kv.trim(seq, start)
         while (added := self._kv.extend(seq, end)) is None:
             if not self._drop_idle(asked):
@@ -207,7 +231,8 @@ class DraftModelDrafter:
 
 
 def _own_params(params: SamplingParams, num_ids: int) -> SamplingParams:
-    """The sampling parameters of the request for the draft model, limited to tokens that both models have."""
+    """The sampling parameters of the request for the draft model, limited to tokens that both
+    models have."""
     return msgspec.structs.replace(
         params,
         n=1,

@@ -1,4 +1,5 @@
-"""Trained heads as a drafter of the engine: it sees the hidden states of each step, and drafts from them before the next."""
+"""Trained heads as a drafter of the engine: it sees the hidden states of each step, and drafts from
+them before the next."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tidemill.types.sampling import SamplingParams
 
 class HeadDrafter(Protocol):
     def observe(self, seen: Sequence[Seen], hidden_TH: torch.Tensor) -> None:
-        """A step was computed: of each row, which of the step's tokens are right, and what was drawn."""
+        """A step was computed: of each row, which of the step's tokens are right, and what was
+        drawn."""
         ...
 
     def propose(self, chains: list[Chain]) -> None:
@@ -55,9 +57,11 @@ class Observed(Protocol):
         ...
 
 
-def make_drafter(head: DraftHead, target: Target, runner: Observed, least: float, trees: bool = False) -> HeadDrafter:
-    """`least`: the probability of a chain of drafts under which it ends. `trees`: drafts may be trees. While no sequence is in
-    the runner's cache."""
+def make_drafter(
+    head: DraftHead, target: Target, runner: Observed, least: float, trees: bool = False
+) -> HeadDrafter:
+    """`least`: the probability of a chain of drafts under which it ends. `trees`: drafts may be
+    trees. While no sequence is in the runner's cache."""
     num_rows = runner.state.tokens.shape[0]
     if isinstance(head, MedusaHeads):
         return MedusaDrafter(head, target, num_rows, least, trees)
@@ -71,13 +75,18 @@ def _make_exit(head: ExitHead, target: Target, runner: Observed, least: float) -
     return Exit(head, target, runner.first_layers(head.layer), least)
 
 
-def make_exit_bandit(stored: Sequence[StoredDraft], target: Target, runner: Observed) -> HeadDrafter:
-    """`stored`: exits, from the first to the deepest, which guess tokens of one vocabulary. Costs are those of their training."""
+def make_exit_bandit(
+    stored: Sequence[StoredDraft], target: Target, runner: Observed
+) -> HeadDrafter:
+    """`stored`: exits, from the first to the deepest, which guess tokens of one vocabulary. Costs
+    are those of their training."""
     exits = []
     for one in stored:
         assert isinstance(one.head, ExitHead)
         exits.append(_make_exit(one.head, target, runner, one.least))
-    return ExitDrafter(exits, target, ExitBandit([one.draft_cost for one in stored], stored[0].step_costs))
+    return ExitDrafter(
+        exits, target, ExitBandit([one.draft_cost for one in stored], stored[0].step_costs)
+    )
 
 
 class HeadsDrafter:
@@ -87,14 +96,18 @@ class HeadsDrafter:
         self.name = name
         if not isinstance(runner, Observed) or not isinstance(runner.model, CausalLM):
             raise ConfigError(
-                f"Draft heads ({name}) run beside one model that generates.", fix="Use --speculate auto.", param="speculate"
+                f"Draft heads ({name}) run beside one model that generates.",
+                fix="Use --speculate auto.",
+                param="speculate",
             )
         self._state = runner.state
         self._inner = self._make(name, config, runner, runner.model)
         self._knowing = self._inner if isinstance(self._inner, KnowsChances) else None
         runner.read_states(self.observe)
 
-    def _make(self, name: str, config: EngineConfig, runner: Observed, model: CausalLM) -> HeadDrafter:
+    def _make(
+        self, name: str, config: EngineConfig, runner: Observed, model: CausalLM
+    ) -> HeadDrafter:
         path = Path(config.draft_heads or "")
         if name == "exit-bandit":
             stored = load_exits(path, model)
@@ -104,7 +117,9 @@ class HeadsDrafter:
         return make_drafter(one.head, Target(model, one.ids_D), runner, one.least, trees)
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        chains = [Chain(ask.row, ask.params, ask.tokens, ask.num_prompt, ask.most, []) for ask in asks]
+        chains = [
+            Chain(ask.row, ask.params, ask.tokens, ask.num_prompt, ask.most, []) for ask in asks
+        ]
         self._inner.propose(chains)
         return [chain.drafts if chain.tree is None else chain.tree for chain in chains]
 
@@ -117,15 +132,25 @@ class HeadsDrafter:
 
     def observe(self, plan: StepPlan, hidden_TH: torch.Tensor, result: StepResult) -> None:
         """A step was computed: states of drafts that were wrong are left out."""
-        for row in (*(new.row for new in plan.new_rows), *(copy.target for copy in plan.row_copies)):
+        for row in (
+            *(new.row for new in plan.new_rows),
+            *(copy.target for copy in plan.row_copies),
+        ):
             self._inner.forget(row)
         seen, first = list[Seen](), 0
         for item in plan.items:
             drawn = result.tokens.get(item.row, [])
             num_known = item.count - item.num_drafts
-            if num_known > 0 and (not drawn or drawn[-1] >= 0) and not self._state.is_pooled(item.row):
+            if (
+                num_known > 0
+                and (not drawn or drawn[-1] >= 0)
+                and not self._state.is_pooled(item.row)
+            ):
                 path = result.paths.get(item.row, range(len(drawn) - 1 if item.num_drafts else 0))
-                at = [*range(first, first + num_known), *(first + num_known + draft for draft in path)]
+                at = [
+                    *range(first, first + num_known),
+                    *(first + num_known + draft for draft in path),
+                ]
                 seen.append(Seen(item.row, item.start, at, drawn))
             first += item.count
         self._inner.observe(seen, hidden_TH)

@@ -1,8 +1,10 @@
-"""EAGLE: drafts from the hidden states that those before them were guessed to have. A chain, or a tree.
+"""EAGLE: drafts from the hidden states that those before them were guessed to have. A chain, or a
+tree.
 
-Every row has the layer's keys and values of its last tokens in a ring. Those of tokens that were accepted since the last proposal
-are computed with the first draft. Those of a chain's drafts are written there, too, and written over by the true ones; those of a
-tree's are kept with each draft, which sees its ancestors alone. The shape of a tree is chosen as Medusa's (ranks.py).
+Every row has the layer's keys and values of its last tokens in a ring. Those of tokens that were
+accepted since the last proposal are computed with the first draft. Those of a chain's drafts are
+written there, too, and written over by the true ones; those of a tree's are kept with each draft,
+which sees its ancestors alone. The shape of a tree is chosen as Medusa's (ranks.py).
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class _Proposal:
     """A tree that was proposed for a row, until the tokens drawn are known."""
 
     position: int  # of the first draft
-    candidates: dict[int, list[int]]  # after each draft that has any, and after the last known token (-1)
+    # after each draft that has any, and after the last known token (-1)
+    candidates: dict[int, list[int]]
     children: dict[tuple[int, int], int]  # by parent and rank
 
     def ranks(self, drawn: Sequence[int]) -> list[int | None]:
-        """The ranks of the tokens drawn, as long as those before them were drafts whose next ones were guessed."""
+        """The ranks of the tokens drawn, as long as those before them were drafts whose next ones
+        were guessed."""
         made, at = list[int | None](), -1
         for token in drawn:
             known = self.candidates.get(at)
@@ -49,8 +53,8 @@ class _Proposal:
 
 @dataclass(slots=True)
 class _Level:
-    """Drafts of one depth of all trees that others follow: whose, the states guessed after them, and keys and values of the path
-    to each, [M, depth, N, D]."""
+    """Drafts of one depth of all trees that others follow: whose, the states guessed after them,
+    and keys and values of the path to each, [M, depth, N, D]."""
 
     chains: list[int]
     drafts: list[int]
@@ -59,7 +63,9 @@ class _Level:
 
 
 class EagleDrafter:
-    def __init__(self, head: EagleHead, target: Target, num_rows: int, least: float, trees: bool = False) -> None:
+    def __init__(
+        self, head: EagleHead, target: Target, num_rows: int, least: float, trees: bool = False
+    ) -> None:
         """`trees`: drafts are trees, for requests that allow it. `least`: of chains alone."""
         self._window, self._num_heads, self._head_dim = head.window, head.num_heads, head.head_dim
         self._target, self._inverse = target, head.inverse.to(target.device)
@@ -67,15 +73,19 @@ class EagleDrafter:
         self._fuse, self._qkv, self._out, self._gate_up, self._down = (
             pack(target.own(getattr(head, name).weight)) for name in names
         )
-        self._norm, self._mlp_norm, self._last_norm = map(target.own, (head.norm, head.mlp_norm, head.last_norm))
+        self._norm, self._mlp_norm, self._last_norm = map(
+            target.own, (head.norm, head.mlp_norm, head.last_norm)
+        )
         self._ones = target.zeros(target.hidden_size) + 1
         self._table = PackedTable(target)
         self._chooser = Chooser(target.ids_D, target.model.config.vocab_size, least)
         shape = (num_rows, head.window, head.num_heads, head.head_dim)
         self._keys, self._values = target.zeros(*shape), target.zeros(*shape)
         self._positions = torch.full(shape[:2], _NOWHERE, device=target.device)
-        self._new: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(num_rows)]  # positions from, and states
-        self._ends = [-1] * num_rows  # positions from which states were observed without a gap, past the last
+        # positions from, and states
+        self._new: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(num_rows)]
+        # positions from which states were observed without a gap, past the last
+        self._ends = [-1] * num_rows
         self._ranks = Ranks(_DEEPEST) if trees else None
         self._proposals: dict[int, _Proposal] = {}  # by row
 
@@ -118,13 +128,19 @@ class EagleDrafter:
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
         """The chance of each draft of a tree to be right; None: drafts would be a chain."""
-        return self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
+        return (
+            self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
+        )
 
     @torch.inference_mode()
     def propose(self, chains: list[Chain]) -> None:
         """Fill their drafts. A row of which something was not observed gets none."""
         going = [
-            chain for chain in chains if chain.most and self._ends[chain.row] == len(chain.tokens) - 1 and self._new[chain.row]
+            chain
+            for chain in chains
+            if chain.most
+            and self._ends[chain.row] == len(chain.tokens) - 1
+            and self._new[chain.row]
         ]
         if self._ranks is not None:
             self._grow([chain for chain in going if takes_trees(chain.params)])
@@ -138,7 +154,8 @@ class EagleDrafter:
                 return
             going, states_RH = [going[i] for i in kept], states_RH[kept]
             ids = self._ints([chain.drafts[-1] for chain in going])
-            positions = self._ints([chain.position - 2 for chain in going])  # of the state before the last draft
+            # of the state before the last draft
+            positions = self._ints([chain.position - 2 for chain in going])
             states_RH = self._step([chain.row for chain in going], ids, positions, states_RH)
 
     def _grow(self, chains: list[Chain]) -> None:
@@ -156,7 +173,9 @@ class EagleDrafter:
         level, depth = _Level(list(range(len(chains))), [-1] * len(chains), self._first(chains)), 0
         while level.chains:
             owners = [chains[i] for i in level.chains]
-            made = self._chooser.candidates(self._table.logits(level.states_MH), owners, depth, NUM_RANKS)
+            made = self._chooser.candidates(
+                self._table.logits(level.states_MH), owners, depth, NUM_RANKS
+            )
             for i, draft, candidates in zip(level.chains, level.drafts, made, strict=True):
                 proposals[i].candidates[draft] = candidates
                 for rank, token in enumerate(candidates):
@@ -169,9 +188,15 @@ class EagleDrafter:
             self._proposals[chain.row] = proposal
 
     def _next_level(
-        self, chains: list[Chain], tokens: list[list[int]], after: dict[int, list[int]], level: _Level, depth: int
+        self,
+        chains: list[Chain],
+        tokens: list[list[int]],
+        after: dict[int, list[int]],
+        level: _Level,
+        depth: int,
     ) -> _Level:
-        """The drafts after those of a level that have others after them, within what their chains may have."""
+        """The drafts after those of a level that have others after them, within what their chains
+        may have."""
         sources, owners, drafts = list[int](), list[int](), list[int]()
         for source, (i, parent) in enumerate(zip(level.chains, level.drafts, strict=True)):
             for draft in after[parent]:
@@ -182,7 +207,8 @@ class EagleDrafter:
         if not owners:
             return _Level([], [], level.states_MH)
         ids = self._ints([tokens[i][draft] for i, draft in zip(owners, drafts, strict=True)])
-        firsts = self._ints([len(chains[i].tokens) - 1 for i in owners])  # positions from which on states are guessed
+        # positions from which on states are guessed
+        firsts = self._ints([len(chains[i].tokens) - 1 for i in owners])
         path = None if level.path is None else (level.path[0][sources], level.path[1][sources])
         rows = [chains[i].row for i in owners]
         states_MH, path = self._branch(rows, ids, firsts, depth - 1, level.states_MH[sources], path)
@@ -197,21 +223,24 @@ class EagleDrafter:
         states_MH: torch.Tensor,
         path: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """The same as `_step`, for drafts that see the ring up to `firsts_M` and their own paths, and enter nothing. `behind`:
-        how far after that they are."""
+        """The same as `_step`, for drafts that see the ring up to `firsts_M` and their own paths,
+        and enter nothing. `behind`: how far after that they are."""
         positions_M = firsts_M + behind
         x, q, k, v = self._projected(ids_M, positions_M, states_MH)
         keys, values = k.unsqueeze(1), v.unsqueeze(1)
         if path is not None:
             keys, values = torch.cat([path[0], keys], 1), torch.cat([path[1], values], 1)
         at_MW = self._positions[rows]
-        is_seen = (at_MW < firsts_M.unsqueeze(1)) & (positions_M.unsqueeze(1) - at_MW < self._window)
+        is_seen = (at_MW < firsts_M.unsqueeze(1)) & (
+            positions_M.unsqueeze(1) - at_MW < self._window
+        )
         is_seen = torch.cat([is_seen, is_seen.new_ones(len(rows), keys.shape[1])], 1)
         own = torch.cat([self._keys[rows], keys], 1), torch.cat([self._values[rows], values], 1)
         return self._after(x, q, *own, is_seen), (keys, values)
 
     def _first(self, chains: list[Chain]) -> torch.Tensor:
-        """All that was observed enters the rings; the states guessed after the last of each row, [R, H]."""
+        """All that was observed enters the rings; the states guessed after the last of each row,
+        [R, H]."""
         owners, ids, positions, states = list[int](), list[int](), list[int](), list[torch.Tensor]()
         lasts = []
         for chain in chains:
@@ -238,7 +267,12 @@ class EagleDrafter:
         places = (self._ints(rows), positions_M % self._window)
         self._keys[places], self._values[places], self._positions[places] = k, v, positions_M
         if lasts is not None:
-            rows, x, q, positions_M = [rows[i] for i in lasts], x[lasts], q[lasts], positions_M[lasts]
+            rows, x, q, positions_M = (
+                [rows[i] for i in lasts],
+                x[lasts],
+                q[lasts],
+                positions_M[lasts],
+            )
         before_RW = positions_M.unsqueeze(1) - self._positions[rows]
         is_seen = (before_RW >= 0) & (before_RW < self._window)
         return self._after(x, q, self._keys[rows], self._values[rows], is_seen)
@@ -248,17 +282,32 @@ class EagleDrafter:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input of the layer, and the queries, keys and values of it, [M, N, D]."""
         embedded_MH = self._target.embed(ids_M)
-        x = self._fuse(torch.cat([self._normed(embedded_MH, self._ones), self._normed(states_MH, self._ones)], -1))
-        parts = self._qkv(self._normed(x, self._norm)).unflatten(-1, (3, self._num_heads, self._head_dim))
+        x = self._fuse(
+            torch.cat(
+                [self._normed(embedded_MH, self._ones), self._normed(states_MH, self._ones)], -1
+            )
+        )
+        parts = self._qkv(self._normed(x, self._norm)).unflatten(
+            -1, (3, self._num_heads, self._head_dim)
+        )
         q, k, v = parts.unbind(1)
         return x, self._rotated(q, positions_M), self._rotated(k, positions_M), v
 
     def _after(
-        self, x: torch.Tensor, q: torch.Tensor, keys_RWND: torch.Tensor, values_RWND: torch.Tensor, is_seen_RW: torch.Tensor
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        keys_RWND: torch.Tensor,
+        values_RWND: torch.Tensor,
+        is_seen_RW: torch.Tensor,
     ) -> torch.Tensor:
         """The rest of the layer: attention to these keys, and the MLP."""
-        scores_RWN = (q.unsqueeze(1) * keys_RWND).sum(-1, dtype=torch.float32) * self._head_dim**-0.5
-        weights_RWN = scores_RWN.masked_fill(~is_seen_RW.unsqueeze(-1), -torch.inf).softmax(1).to(x.dtype)
+        scores_RWN = (q.unsqueeze(1) * keys_RWND).sum(
+            -1, dtype=torch.float32
+        ) * self._head_dim**-0.5
+        weights_RWN = (
+            scores_RWN.masked_fill(~is_seen_RW.unsqueeze(-1), -torch.inf).softmax(1).to(x.dtype)
+        )
         x = x + self._out((weights_RWN.unsqueeze(-1) * values_RWND).sum(1).flatten(1))
         gate, up = self._gate_up(self._normed(x, self._mlp_norm)).chunk(2, -1)
         return self._normed(x + self._down(F.silu(gate) * up), self._last_norm)

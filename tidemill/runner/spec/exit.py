@@ -1,7 +1,8 @@
-"""Early exit: the target's own first layers draft, with their keys and values in the target's cache.
+"""Early exit: the target's own first layers draft, with their keys and values in the target's
+cache.
 
-What they write there, the step that verifies the drafts writes again, with the same bits where a draft is right.
-Where there are several exits, a bandit chooses one for each draft (bandit.py).
+What they write there, the step that verifies the drafts writes again, with the same bits where a
+draft is right. Where there are several exits, a bandit chooses one for each draft (bandit.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Layers(Protocol):
     """The model's first layers on a runner's cache and rows."""
 
     def has_page(self, position: int, num_computed: int) -> bool:
-        """It lies in the page of the last token computed. The row's table may still name later ones that it has given back."""
+        """It lies in the page of the last token computed. The row's table may still name later ones
+        that it has given back."""
         ...
 
     def __call__(self, rows: list[int], positions: list[int], ids: list[int]) -> torch.Tensor:
@@ -57,7 +59,9 @@ class _Proposal:
 class ExitDrafter:
     """`exits`: from the first to the deepest; with more than one, `bandit` chooses among them."""
 
-    def __init__(self, exits: Sequence[Exit], target: Target, bandit: ExitBandit | None = None) -> None:
+    def __init__(
+        self, exits: Sequence[Exit], target: Target, bandit: ExitBandit | None = None
+    ) -> None:
         assert bandit is not None or len(exits) == 1
         self._exits, self._bandit = exits, bandit
         self._table = PackedTable(target)
@@ -67,8 +71,8 @@ class ExitDrafter:
         self._proposals.pop(row, None)
 
     def observe(self, seen: Sequence[Seen], hidden_TH: torch.Tensor) -> None:
-        """The drafts up to the first that is wrong are results of their exits. One that the head was not sure of, and which was
-        not offered, counts as wrong: its time was spent."""
+        """The drafts up to the first that is wrong are results of their exits. One that the head
+        was not sure of, and which was not offered, counts as wrong: its time was spent."""
         for one in seen:
             made = self._proposals.pop(one.row, None)
             if made is not None and self._bandit is not None and made.position == one.first_drawn:
@@ -85,22 +89,31 @@ class ExitDrafter:
 
     @torch.inference_mode()
     def propose(self, chains: list[Chain]) -> None:
-        """Fill their drafts, up to the end of a page: the last token and all drafts but the last are computed."""
+        """Fill their drafts, up to the end of a page: the last token and all drafts but the last
+        are computed."""
         most = max((chain.most for chain in chains), default=0)
         exits = [0] * most if self._bandit is None else self._bandit.plan(most)
         going = [chain for chain in chains if chain.most and len(chain.tokens) > 1]
         nums_made = dict.fromkeys((chain.row for chain in going), 0)
         for number in exits:
             exit_ = self._exits[number]
-            going = [chain for chain in going if exit_.layers.has_page(chain.position - 1, len(chain.tokens) - 1)]
+            going = [
+                chain
+                for chain in going
+                if exit_.layers.has_page(chain.position - 1, len(chain.tokens) - 1)
+            ]
             if not going:
                 break
             last = [chain.drafts[-1] if chain.drafts else int(chain.tokens[-1]) for chain in going]
-            states_RH = exit_.states([chain.row for chain in going], [chain.position - 1 for chain in going], last)
+            states_RH = exit_.states(
+                [chain.row for chain in going], [chain.position - 1 for chain in going], last
+            )
             for chain in going:
                 nums_made[chain.row] += 1
             going = [going[i] for i in exit_.chooser.extend(self._table.logits(states_RH), going)]
         if self._bandit is not None:
             for chain in chains:
                 num_made = nums_made.get(chain.row, 0)
-                self._proposals[chain.row] = _Proposal(len(chain.tokens), list(chain.drafts), num_made, exits)
+                self._proposals[chain.row] = _Proposal(
+                    len(chain.tokens), list(chain.drafts), num_made, exits
+                )

@@ -12,7 +12,8 @@ class ForcedDrafter:
     is_free = True
 
     def __init__(self, forced: Callable[[int], Sequence[int]]) -> None:
-        """`forced`: the tokens that must follow the output of a sequence, none if it is free to go on in several ways."""
+        """`forced`: the tokens that must follow the output of a sequence, none if it is free to go
+        on in several ways."""
         self._forced = forced
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:

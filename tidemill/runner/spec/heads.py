@@ -1,9 +1,12 @@
-"""Draft heads: small modules that guess the tokens after the next one from the target model's hidden states.
+"""Draft heads: small modules that guess the tokens after the next one from the target model's
+hidden states.
 
-B: sequences, T: tokens, H: hidden size, N: attention heads, D: tokens of the draft vocabulary, W: window.
+B: sequences, T: tokens, H: hidden size, N: attention heads, D: tokens of the draft vocabulary, W:
+window.
 
-A hidden state at position t is the target's state after its last norm, from which its head makes the logits of token t + 1. All
-heads end in states of the same kind, and the target's own head, cut to the draft vocabulary, makes logits of them.
+A hidden state at position t is the target's state after its last norm, from which its head makes
+the logits of token t + 1. All heads end in states of the same kind, and the target's own head, cut
+to the draft vocabulary, makes logits of them.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ _THETA = 10_000.0  # of the EAGLE layer's rope, whose positions are within a win
 
 
 class Target:
-    """The parts of the target model that heads share: its embedding, and the rows of its head that are the draft vocabulary."""
+    """The parts of the target model that heads share: its embedding, and the rows of its head that
+    are the draft vocabulary."""
 
     def __init__(self, model: CausalLM, ids_D: torch.Tensor) -> None:
         head = getattr(model, "head", None)
         if not isinstance(head, Head | TiedHead):
-            raise ConfigError(f"Draft heads need the output head of {model.config.architecture}, which has none of its own.")
+            raise ConfigError(
+                f"Draft heads need the output head of {model.config.architecture}, which has none of its own."
+            )
         self.model, self.device = model, torch.device(model.weight_plan.device)
         self.ids_D = ids_D.to(self.device)
         with torch.inference_mode():
@@ -90,7 +96,8 @@ class MedusaHeads(DraftHead):
 
 
 class ExitHead(DraftHead):
-    """A low-rank residual block over the normed state after the first layers: what the other layers would have made of it."""
+    """A low-rank residual block over the normed state after the first layers: what the other layers
+    would have made of it."""
 
     kind = "exit"
 
@@ -111,7 +118,8 @@ class ExitHead(DraftHead):
 
 
 class Cache:
-    """Keys and values of true states, rotated, and of the states that were guessed after each of them."""
+    """Keys and values of true states, rotated, and of the states that were guessed after each of
+    them."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
@@ -119,15 +127,19 @@ class Cache:
 
 
 class EagleHead(DraftHead):
-    """One transformer layer over (embedding of a token, hidden state before it), which makes the hidden state of that token.
+    """One transformer layer over (embedding of a token, hidden state before it), which makes the
+    hidden state of that token.
 
-    It attends to the last `window` tokens only: of a prompt that comes from the prefix cache there are no states.
+    It attends to the last `window` tokens only: of a prompt that comes from the prefix cache there
+    are no states.
     """
 
     kind = "eagle"
     inverse: torch.Tensor
 
-    def __init__(self, hidden_size: int, num_heads: int = 0, intermediate_size: int = 0, window: int = 64) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int = 0, intermediate_size: int = 0, window: int = 64
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads or max(1, hidden_size // 64)
         self.head_dim = hidden_size // self.num_heads // 2 * 2
@@ -142,7 +154,8 @@ class EagleHead(DraftHead):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
         self.last_norm = nn.Parameter(torch.ones(hidden_size))
-        if not self.fuse.weight.is_meta:  # torch.eye on that device imports half of torch's compiler
+        # torch.eye on that device imports half of torch's compiler
+        if not self.fuse.weight.is_meta:
             self._start()
         inverse = _THETA ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
         self.register_buffer("inverse", inverse, persistent=False)
@@ -158,11 +171,18 @@ class EagleHead(DraftHead):
 
     @property
     def settings(self) -> dict[str, int]:
-        return {"num_heads": self.num_heads, "intermediate_size": self.down.in_features, "window": self.window}
+        return {
+            "num_heads": self.num_heads,
+            "intermediate_size": self.down.in_features,
+            "window": self.window,
+        }
 
-    def forward(self, embedded_BTH: torch.Tensor, states_BTH: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The first call takes true states, each later one what the call before it returned, and the tokens after those. Column t
-        is the chain that starts at token t: it sees the true states up to t, and its own guesses."""
+    def forward(
+        self, embedded_BTH: torch.Tensor, states_BTH: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """The first call takes true states, each later one what the call before it returned, and
+        the tokens after those. Column t is the chain that starts at token t: it sees the true
+        states up to t, and its own guesses."""
         x = self.fuse(torch.cat([normed(embedded_BTH), normed(states_BTH)], -1))
         x = x + self._attend(normed(x) * self.norm, cache)
         gate, up = self.gate_up(normed(x) * self.mlp_norm).chunk(2, -1)
@@ -176,7 +196,8 @@ class EagleHead(DraftHead):
         q, k = rotated(q, positions, self.inverse), rotated(k, positions, self.inverse)
         cache.keys.append(k)
         cache.values.append(v)
-        before = positions[:, None] - torch.arange(num, device=x_BTH.device)[None]  # how far back each true state is
+        # how far back each true state is
+        before = positions[:, None] - torch.arange(num, device=x_BTH.device)[None]
         is_seen = (before >= step) & (before < self.window)
         scores = torch.einsum("btnd,bsnd->bnts", q, cache.keys[0]).masked_fill(~is_seen, -torch.inf)
         own = [torch.einsum("btnd,btnd->bnt", q, one).unsqueeze(-1) for one in cache.keys[1:]]
@@ -206,7 +227,8 @@ def new_head(kind: str, hidden_size: int, settings: dict[str, int] | None = None
 
 
 def draft_vocabulary(counts_V: torch.Tensor, size: int, always: Sequence[int]) -> torch.Tensor:
-    """The `size` tokens that are the most frequent in a text, and those that end one. In ascending order."""
+    """The `size` tokens that are the most frequent in a text, and those that end one. In ascending
+    order."""
     chosen = counts_V.clone()
     chosen[list(always)] = counts_V.max() + 1
     best = chosen.argsort(descending=True, stable=True)[: min(size, len(counts_V))]

@@ -1,7 +1,9 @@
-"""Medusa: all drafts of a row at once, from the hidden state that its last token was drawn from. A chain, or a tree.
+"""Medusa: all drafts of a row at once, from the hidden state that its last token was drawn from. A
+chain, or a tree.
 
-Head d has candidates of its own for the token d places on: the tokens of rank 0, 1, ... by its logits. Which combinations are
-worth a place in the tree is known from how often the token drawn had which rank (ranks.py).
+Head d has candidates of its own for the token d places on: the tokens of rank 0, 1, ... by its
+logits. Which combinations are worth a place in the tree is known from how often the token drawn had
+which rank (ranks.py).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class _Proposal:
 
 
 class MedusaDrafter:
-    def __init__(self, head: MedusaHeads, target: Target, num_rows: int, least: float, trees: bool = False) -> None:
+    def __init__(
+        self, head: MedusaHeads, target: Target, num_rows: int, least: float, trees: bool = False
+    ) -> None:
         """`trees`: drafts are trees, for requests that allow it. `least`: of chains alone."""
         self._blocks = [
             pack(target.own(block.weight), target.own(block.bias))  # type: ignore[arg-type, union-attr]
@@ -60,12 +64,18 @@ class MedusaDrafter:
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
         """The chance of each draft of a tree to be right; None: drafts would be a chain."""
-        return self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
+        return (
+            self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
+        )
 
     @torch.inference_mode()
     def propose(self, chains: list[Chain]) -> None:
         """Fill their drafts. A row of which something was not observed gets none."""
-        going = [chain for chain in chains if chain.most and self._ends[chain.row] == len(chain.tokens) - 1]
+        going = [
+            chain
+            for chain in chains
+            if chain.most and self._ends[chain.row] == len(chain.tokens) - 1
+        ]
         if self._ranks is not None:
             self._grow([chain for chain in going if takes_trees(chain.params)])
             going = [chain for chain in going if chain.tree is None]
@@ -73,7 +83,9 @@ class MedusaDrafter:
         for block in self._blocks:
             if not going:
                 return
-            kept = self._chooser.extend(self._table.logits(states_RH + F.silu(block(states_RH))), going)
+            kept = self._chooser.extend(
+                self._table.logits(states_RH + F.silu(block(states_RH))), going
+            )
             going, states_RH = [going[i] for i in kept], states_RH[kept]
 
     def _grow(self, chains: list[Chain]) -> None:
@@ -82,7 +94,9 @@ class MedusaDrafter:
         assert self._ranks is not None
         states_RH = self._states_RH[[chain.row for chain in chains]]
         by_head = [
-            self._chooser.candidates(self._table.logits(states_RH + F.silu(block(states_RH))), chains, number, NUM_RANKS)
+            self._chooser.candidates(
+                self._table.logits(states_RH + F.silu(block(states_RH))), chains, number, NUM_RANKS
+            )
             for number, block in enumerate(self._blocks)
         ]
         shape = self._ranks.shape(max(chain.most for chain in chains))[0]

@@ -49,8 +49,8 @@ class _Index:
         return ()
 
     def add(self, tokens: Sequence[int], most: int) -> int:
-        """All n-grams that end before the last token (the one that ends with it is what is looked up), of at most so many tokens.
-        Returns of how many."""
+        """All n-grams that end before the last token (the one that ends with it is what is looked
+        up), of at most so many tokens. Returns of how many."""
         first, until = self._num_seen, min(len(tokens) - 1, self._num_seen + most)
         for end in range(max(first, _SHORTEST - 1) + 1, until + 1):
             last = tuple(tokens[max(end - _LONGEST, 0) : end])

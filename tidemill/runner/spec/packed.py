@@ -1,5 +1,5 @@
-"""Heads as they run: on a CPU matrices in the compiled kernels' layout, in 8 bits where those multiply them; on a GPU the
-library's matmuls in bfloat16. Drafts need not be exact."""
+"""Heads as they run: on a CPU matrices in the compiled kernels' layout, in 8 bits where those
+multiply them; on a GPU the library's matmuls in bfloat16. Drafts need not be exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Suffix decoding: what followed the longest match of the last tokens, in the same request and in recent outputs of others."""
+"""Suffix decoding: what followed the longest match of the last tokens, in the same request and in
+recent outputs of others."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from dataclasses import dataclass
 
 from tidemill.runner.spec import Ask
 
-_LONG, _SHORT = 4, 2  # tokens by which matches are found: in all texts, and in the request's own where there are none
+# tokens by which matches are found: in all texts, and in the request's own where there are none
+_LONG, _SHORT = 4, 2
 _LONGEST = 32  # tokens of a match that are compared
-_CANDIDATES = 6  # matches that are looked at in one index: the most recent, up to one that is as long as can be
+# matches that are looked at in one index: the most recent, up to one that is as long as can be
+_CANDIDATES = 6
 _SURE = 0.5  # drafts end where what followed the matches differs too much
-_AT_ONCE, _ENDED_AT_ONCE = 4096, 1024  # tokens that enter the indexes in one step: of running requests, and of ended ones
+# tokens that enter the indexes in one step: of running requests, and of ended ones
+_AT_ONCE, _ENDED_AT_ONCE = 4096, 1024
 _PIECE = 2048  # tokens of an output that are kept and dropped together
 _PER_SALT, _IN_ALL = 2**16, 2**18  # tokens of ended requests, of 0.2 KB each
 
@@ -30,7 +34,8 @@ class SuffixDrafter:
     def __init__(self, per_salt: int = _PER_SALT, in_all: int = _IN_ALL) -> None:
         self._per_salt, self._in_all = per_salt, in_all
         self._own: dict[int, _Own] = {}
-        self._pools: OrderedDict[str, _Pool] = OrderedDict()  # by salt, the one used last at the end
+        # by salt, the one used last at the end
+        self._pools: OrderedDict[str, _Pool] = OrderedDict()
         self._ended: deque[tuple[str, list[int]]] = deque()  # texts that are to enter their pools
         self.num_kept = 0  # tokens in all pools
 
@@ -47,7 +52,9 @@ class SuffixDrafter:
         own = self._own.pop(seq, None)
         if own is None or len(tokens) <= own.num_prompt:
             return
-        for start in range(own.num_prompt, min(len(tokens), own.num_prompt + self._per_salt), _PIECE):
+        for start in range(
+            own.num_prompt, min(len(tokens), own.num_prompt + self._per_salt), _PIECE
+        ):
             self._ended.append((salt, list(tokens[max(0, start - _LONGEST) : start + _PIECE])))
 
     def _guess(self, own: _Own, ask: Ask) -> Sequence[int]:
@@ -62,7 +69,8 @@ class SuffixDrafter:
         return _vote(tokens, found or own.find_short(tokens), ask.most)
 
     def _take_ended(self) -> None:
-        """Takes up the tokens of requests that have ended, a piece or more in a step; the least recently used goes for it."""
+        """Takes up the tokens of requests that have ended, a piece or more in a step; the least
+        recently used goes for it."""
         room = _ENDED_AT_ONCE
         while self._ended and room > 0:
             salt, tokens = self._ended.popleft()
@@ -89,8 +97,8 @@ class _Match:
     weight: float
 
     def after(self, own: Sequence[int], most: int) -> tuple[int, ...]:
-        """The tokens that followed. Past the last token of the request itself, as if the stretch from the match on were
-        repeated."""
+        """The tokens that followed. Past the last token of the request itself, as if the stretch
+        from the match on were repeated."""
         found = tuple(self.tokens[self.end : self.end + most])
         while len(found) < most and self.tokens is own:
             found += found[self.end - len(own) :][: most - len(found)]
@@ -108,8 +116,8 @@ class _Own:
         self._key = 0
 
     def add(self, tokens: Sequence[int], room: int) -> int:
-        """All n-grams that end before the last token: the one that ends with it is what is looked up. Returns how many are
-        new, at most `room`."""
+        """All n-grams that end before the last token: the one that ends with it is what is looked
+        up. Returns how many are new, at most `room`."""
         first = len(self._before)
         until = min(len(tokens), first + room)
         long, short, key = self._long, self._short, self._key
@@ -232,8 +240,8 @@ def _match(tokens: Sequence[int], other: Sequence[int], end: int, count: int) ->
 
 
 def _vote(tokens: Sequence[int], found: list[_Match], most: int) -> Sequence[int]:
-    """The likeliest continuation of the matches, of which long ones weigh more: as many tokens as the longest has, or fewer where
-    what followed differs too much."""
+    """The likeliest continuation of the matches, of which long ones weigh more: as many tokens as
+    the longest has, or fewer where what followed differs too much."""
     longest = max((match.length for match in found), default=0)
     weights: dict[tuple[int, ...], float] = {}
     for match in found:

@@ -13,7 +13,8 @@ from tidemill.weights.packed.base import PackedTensor, Scheme, Stored, lacks
 
 
 class TernaryTensor(PackedTensor):
-    """`weight` uint8 [out / 4, in]: a quarter of the rows in each two bits. `is_inverse`: values are divided by the scale."""
+    """`weight` uint8 [out / 4, in]: a quarter of the rows in each two bits. `is_inverse`: values
+    are divided by the scale."""
 
     def __init__(self, module: str, parts: dict[str, Stored], is_inverse: bool) -> None:
         lacks(module, parts, ("weight", "weight_scale"))
@@ -32,7 +33,12 @@ class TernaryTensor(PackedTensor):
             raise self._parts["weight"].broken("holds codes that are not ternary")
         scales = (1 / scale if self._is_inverse else scale).expand(self.shape[0], 1).contiguous()
         return Codes(
-            2, torch.from_numpy(numbers).view(torch.int8) - 1, scales, None, group=self.shape[1], activations=Activations()
+            2,
+            torch.from_numpy(numbers).view(torch.int8) - 1,
+            scales,
+            None,
+            group=self.shape[1],
+            activations=Activations(),
         )
 
 
@@ -41,11 +47,22 @@ class BitNet(Scheme):
 
     def __init__(self, settings: dict[str, Any], path: Path) -> None:
         super().__init__(settings, path)
-        kind, mode = settings.get("linear_class", "bitlinear"), settings.get("quantization_mode", "offline")
-        if kind not in ("bitlinear", "autobitlinear") or (kind == "autobitlinear" and mode != "offline"):
-            raise self.refuse(f"BitNet of {str(kind)[:50]!r}, {str(mode)[:50]!r} cannot be read", "Packed weights (offline) can.")
+        kind, mode = (
+            settings.get("linear_class", "bitlinear"),
+            settings.get("quantization_mode", "offline"),
+        )
+        if kind not in ("bitlinear", "autobitlinear") or (
+            kind == "autobitlinear" and mode != "offline"
+        ):
+            raise self.refuse(
+                f"BitNet of {str(kind)[:50]!r}, {str(mode)[:50]!r} cannot be read",
+                "Packed weights (offline) can.",
+            )
         if settings.get("use_rms_norm"):
-            raise self.refuse("BitNet with norms within linears (use_rms_norm) cannot be read", "Use a model without them.")
+            raise self.refuse(
+                "BitNet with norms within linears (use_rms_norm) cannot be read",
+                "Use a model without them.",
+            )
         self._is_inverse = kind == "bitlinear"
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> PackedTensor | None:

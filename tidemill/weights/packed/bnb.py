@@ -1,4 +1,5 @@
-"""bitsandbytes: rows of bytes (LLM.int8()), and 4-bit numbers of a table (NF4, FP4) whose scales may be quantized, too."""
+"""bitsandbytes: rows of bytes (LLM.int8()), and 4-bit numbers of a table (NF4, FP4) whose scales
+may be quantized, too."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _THRESHOLD, _LARGEST_THRESHOLD = 6.0, 1e30  # of LLM.int8(), where none is given
 
 
 class Int8Tensor(PackedTensor):
-    """`weight` int8 [out, in]; `SCB`: the largest absolute value of each row. `threshold`: activations of this size and more
-    are multiplied as they are."""
+    """`weight` int8 [out, in]; `SCB`: the largest absolute value of each row. `threshold`:
+    activations of this size and more are multiplied as they are."""
 
     def __init__(self, module: str, parts: dict[str, Stored], threshold: float) -> None:
         lacks(module, parts, ("weight", "SCB"))
@@ -37,7 +38,8 @@ class Int8Tensor(PackedTensor):
 
 
 class FourBitTensor(PackedTensor):
-    """`weight` uint8, two numbers a byte, the high half first; blocks of values share a largest absolute value, `absmax`."""
+    """`weight` uint8, two numbers a byte, the high half first; blocks of values share a largest
+    absolute value, `absmax`."""
 
     def __init__(self, module: str, parts: dict[str, Stored], kind: str) -> None:
         lacks(module, parts, ("weight", "weight.absmax", "weight.quant_map", f"{_STATE}{kind}"))
@@ -45,12 +47,18 @@ class FourBitTensor(PackedTensor):
         self._state = _read_state(parts[f"{_STATE}{kind}"])
         self._block = self._number("blocksize")
         shape = self._state.get("shape")
-        if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
+        if (
+            not isinstance(shape, list)
+            or len(shape) != 2
+            or not all(type(n) is int and 0 < n < 2**31 for n in shape)
+        ):
             raise parts[f"{_STATE}{kind}"].broken(f"says the shape {str(shape)[:50]}")
         num_out, width = shape
         num = num_out * width
         if parts["weight"].check(("U8",)).num_bytes != -(-num // 2):
-            raise parts["weight"].broken(f"has {parts['weight'].num_bytes} bytes, but the matrix has {num} values of 4 bits")
+            raise parts["weight"].broken(
+                f"has {parts['weight'].num_bytes} bytes, but the matrix has {num} values of 4 bits"
+            )
         parts["weight.quant_map"].check(("F32",), (16,))
         parts["weight.absmax"].check(("F32", "U8"), (-(-num // self._block),))
         self._group = math.gcd(width, self._block)  # a block may begin within a row
@@ -59,7 +67,9 @@ class FourBitTensor(PackedTensor):
             num_nested = -(-parts["weight.absmax"].shape[0] // self._number("nested_blocksize"))
             parts["weight.nested_absmax"].check(("F32", "F16", "BF16"), (num_nested,))
             parts["weight.nested_quant_map"].check(("F32", "F16", "BF16"), (256,))
-        super().__init__(module, parts, (num_out, width), group_name(kind.upper(), self._group, width))
+        super().__init__(
+            module, parts, (num_out, width), group_name(kind.upper(), self._group, width)
+        )
 
     def _number(self, key: str) -> int:
         value = self._state.get(key)
@@ -86,11 +96,22 @@ class FourBitTensor(PackedTensor):
     def codes(self) -> Codes:
         num_out, width = self.shape
         raw = self._parts["weight"].read().numpy().reshape(-1)
-        numbers = np.stack([raw >> 4, raw & 15], axis=-1).reshape(-1)[: num_out * width].reshape(num_out, width)
+        numbers = (
+            np.stack([raw >> 4, raw & 15], axis=-1)
+            .reshape(-1)[: num_out * width]
+            .reshape(num_out, width)
+        )
         firsts = torch.arange(0, num_out * width, self._group)  # of each group of a row: its block
         scales = self._largest()[firsts // self._block].reshape(num_out, -1)
         table = self._parts["weight.quant_map"].scales()
-        return Codes(4, torch.from_numpy(numbers).view(torch.int8), scales, None, group=self._group, table=table)
+        return Codes(
+            4,
+            torch.from_numpy(numbers).view(torch.int8),
+            scales,
+            None,
+            group=self._group,
+            table=table,
+        )
 
 
 def _read_state(stored: Stored) -> dict[str, Any]:
@@ -115,10 +136,20 @@ class BitsAndBytes(Scheme):
     def __init__(self, settings: dict[str, Any], path: Path) -> None:
         super().__init__(settings, path)
         if not settings.get("load_in_8bit") and not settings.get("load_in_4bit"):
-            raise self.refuse("bitsandbytes says neither load_in_8bit nor load_in_4bit", "Quantize the model again.")
+            raise self.refuse(
+                "bitsandbytes says neither load_in_8bit nor load_in_4bit",
+                "Quantize the model again.",
+            )
         threshold = settings.get("llm_int8_threshold", _THRESHOLD)
-        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold < _LARGEST_THRESHOLD:
-            raise self.refuse(f"llm_int8_threshold is {str(threshold)[:50]!r}", "It must be a number from 0 (no outliers) on.")
+        if (
+            not isinstance(threshold, (int, float))
+            or isinstance(threshold, bool)
+            or not 0 <= threshold < _LARGEST_THRESHOLD
+        ):
+            raise self.refuse(
+                f"llm_int8_threshold is {str(threshold)[:50]!r}",
+                "It must be a number from 0 (no outliers) on.",
+            )
         self._threshold = float(threshold)
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> PackedTensor | None:

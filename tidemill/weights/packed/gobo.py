@@ -1,7 +1,9 @@
-"""GOBO: every value is one of a few centroids of its matrix, but for outliers, which are stored as they are.
+"""GOBO: every value is one of a few centroids of its matrix, but for outliers, which are stored as
+they are.
 
-`weight_packed`: numbers of centroids as a stream of bits for each row; `weight_shape`; `weight_centroids` [2 ** bits];
-`weight_outliers` and `weight_places`, where row * width + column."""
+`weight_packed`: numbers of centroids as a stream of bits for each row; `weight_shape`;
+`weight_centroids` [2 ** bits]; `weight_outliers` and `weight_places`, where row * width +
+column."""
 
 from __future__ import annotations
 
@@ -24,17 +26,21 @@ class CentroidTensor(PackedTensor):
         if self._has_outliers:
             lacks(module, parts, ("weight_outliers", "weight_places"))
         self._parts, self._bits = parts, bits
-        num_out, width = (int(size) for size in parts["weight_shape"].check(("I64", "I32"), (2,)).read().tolist())
+        num_out, width = (
+            int(size) for size in parts["weight_shape"].check(("I64", "I32"), (2,)).read().tolist()
+        )
         if not 0 < width < 2**31 or not 0 < num_out < 2**31:
             raise parts["weight_shape"].broken(f"says {[num_out, width]}")
         parts["weight_packed"].check(("I32",), (num_out, -(-width * bits // 32)))
         parts["weight_centroids"].check(_FLOATS, (2**bits,))
         if self._has_outliers and (
-            parts["weight_outliers"].dtype not in _FLOATS or parts["weight_places"].dtype not in ("I32", "I64")
+            parts["weight_outliers"].dtype not in _FLOATS
+            or parts["weight_places"].dtype not in ("I32", "I64")
         ):
             raise parts["weight_places"].broken("or the outliers have types that cannot be read")
         if self._has_outliers and (
-            parts["weight_outliers"].shape != parts["weight_places"].shape or len(parts["weight_places"].shape) != 1
+            parts["weight_outliers"].shape != parts["weight_places"].shape
+            or len(parts["weight_places"].shape) != 1
         ):
             raise parts["weight_places"].broken("does not have a place for each outlier")
         super().__init__(module, parts, (num_out, width), f"CENTROIDS{4 if bits <= 4 else 8}")
@@ -46,7 +52,13 @@ class CentroidTensor(PackedTensor):
         table[: 2**self._bits] = self._parts["weight_centroids"].scales()
         codes = torch.from_numpy(np.ascontiguousarray(numbers)).view(torch.int8)
         return Codes(
-            4, codes, torch.ones(num_out, 1), None, group=width, table=table, outliers=self._outliers(table[codes.int()])
+            4,
+            codes,
+            torch.ones(num_out, 1),
+            None,
+            group=width,
+            table=table,
+            outliers=self._outliers(table[codes.int()]),
         )
 
     def _outliers(self, values_NK: torch.Tensor) -> Outliers | None:
@@ -56,11 +68,19 @@ class CentroidTensor(PackedTensor):
         places, order = stored.check(("I32", "I64")).read().long().sort()
         if places[0] < 0 or places[-1] >= values_NK.numel() or bool((places.diff() == 0).any()):
             raise stored.broken("has places outside the matrix, or one twice")
-        return Outliers(places, self._parts["weight_outliers"].scales()[order] - values_NK.view(-1)[places])
+        return Outliers(
+            places, self._parts["weight_outliers"].scales()[order] - values_NK.view(-1)[places]
+        )
 
 
 class GOBO(Scheme):
-    parts = ("weight_packed", "weight_shape", "weight_centroids", "weight_outliers", "weight_places")
+    parts = (
+        "weight_packed",
+        "weight_shape",
+        "weight_centroids",
+        "weight_outliers",
+        "weight_places",
+    )
 
     def __init__(self, settings: dict[str, Any], path: Path) -> None:
         super().__init__(settings, path)

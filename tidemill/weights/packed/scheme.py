@@ -1,4 +1,5 @@
-"""The layout that a folder's `quantization_config` names, and its matrices among the tensors of all files."""
+"""The layout that a folder's `quantization_config` names, and its matrices among the tensors of all
+files."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
     if not settings:
         return None
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config is {str(settings)[:50]!r}, not a table.")
+        raise CheckpointError(
+            f"{path / 'config.json'}: quantization_config is {str(settings)[:50]!r}, not a table."
+        )
     method = settings.get("quant_method", "bitsandbytes" if settings.get("load_in_4bit") else None)
     scheme = METHODS.get(method) if isinstance(method, str) else None
     if scheme is None:
@@ -50,8 +53,11 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
     return scheme(settings, path)
 
 
-def gathered(scheme: Scheme, files: Iterable[tuple[Path, Any]]) -> Iterator[WeightTensor | tuple[Any, str, Path]]:
-    """The matrices of open files, whose parts may lie in different ones; what is no part comes as file, name and path."""
+def gathered(
+    scheme: Scheme, files: Iterable[tuple[Path, Any]]
+) -> Iterator[WeightTensor | tuple[Any, str, Path]]:
+    """The matrices of open files, whose parts may lie in different ones; what is no part comes as
+    file, name and path."""
     modules: dict[str, dict[str, Stored]] = {}
     order: list[tuple[Any, str, Path, tuple[str, str] | None]] = []
     for path, file in files:

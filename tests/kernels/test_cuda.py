@@ -703,7 +703,10 @@ how = dict(RANKS=16, MAX_RANK=64)
 for rows in (16, 64):
     build(lora._shrink, types, 4, 4, ROWS=rows, PARTS=3, COLUMNS=64, STRETCH=512, STRETCHES=8, INS=128, **how)
     build(lora._expand, types, 4, ROWS=rows, PARTS=3, OUTS=128, UNIT=8, ONTO=False, **how)
-    build(lora._expand_gated, types, 4, ROWS=rows, PARTS=2, RUN=256, OUTS=32, ACT="silu", **how)
+    behind = types | dict(behind_ptr=B, behind_blocks_ptr=I, behind_scales_ptr=F, partial_ptr=F)
+    gated = dict(ROWS=rows, PARTS=2, RUN=256, OUTS=32, ACT="silu", **how)
+    build(lora._expand_gated, types | behind, 4, BEHIND=0, WIDTH=1, **gated)
+    build(lora._expand_gated, types | behind, 4, BEHIND=16, WIDTH=16, **gated)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",

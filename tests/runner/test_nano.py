@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from tests.helpers import run
-from tests.runner.test_cuda_runner import (
+from tests.runner.test_cuda_runner import (  # noqa: F401 - fixtures
     REQUESTS,
     Again,
     OnCpu,
     assert_same,
+    expected,
+    folder,
+    on_gpu,
 )
 from tidemill.config import EngineOptions
 from tidemill.config.compute import decide_nano_batching
@@ -24,13 +27,13 @@ from tidemill.types.events import NanoBatchingTried
 
 
 @pytest.fixture
-def in_halves(on_gpu, monkeypatch):
+def in_halves(on_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(lanes, "new_context", OnCpu)
     return on_gpu
 
 
 @pytest.mark.slow
-def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):
+def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):  # noqa: F811
     """Prompts, decoding sequences and a shared prefix among them."""
     cut = []
     monkeypatch.setattr(

@@ -16,7 +16,9 @@ BEGIN, END = (
     "<!-- Made by `python -m tidemill.cli.observability_doc docs`. -->",
     "<!-- End of the table. -->",
 )
-_FIELD = re.compile(r"^    (\w+): ([^=#\n]+?)(?: = ([^#\n]+?))?(?:  # (.*))?$", re.MULTILINE)
+_FIELD = re.compile(
+    r"^((?:    # .*\n)*)    (\w+): (?:[^=#\n]+?)(?: = (?:[^#\n]+?))?(?:  # (.*))?$", re.MULTILINE
+)
 
 
 def metrics_table() -> str:
@@ -34,15 +36,21 @@ def metrics_table() -> str:
 
 
 def events_table() -> str:
-    """The fields of each event, from the source: a comment behind a field says what it is."""
+    """The fields of each event, from the source: a comment behind or above a field says what it is."""
     rows = ["| event | fields |", "|---|---|"]
     for event in sorted(get_args(Event), key=lambda event: event.__name__):
         fields = [
             f"`{name}`" + (f" ({comment})" if comment else "")
-            for name, _, _, comment in _FIELD.findall(inspect.getsource(event))
+            for name, comment in map(_field, _FIELD.findall(inspect.getsource(event)))
         ]
         rows.append(f"| `{event.__name__}` | {', '.join(fields)} |")
     return _marked(rows)
+
+
+def _field(found: tuple[str, str, str]) -> tuple[str, str]:
+    """Name and comment."""
+    above, name, behind = found
+    return name, behind or " ".join(line.strip(" #") for line in above.splitlines())
 
 
 def put(page: str, table: str) -> str:

@@ -172,7 +172,8 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
 
 
 def _recording(settings: Settings, has_private: bool) -> RecordingWriter | None:
-    """What --record asks for. `has_private`: there are tenants whose requests are sealed."""
+    """The recording that --record asks for. `has_private`: there are tenants whose requests are
+    sealed."""
     if not settings["record"]:
         return None
     from tidemill.record.writer import RecordingWriter, folder_and_size, read_key

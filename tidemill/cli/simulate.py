@@ -176,8 +176,8 @@ def simulate(
 def figures_of(
     case: RecordedCase, time_scale: float, length_scale: float, limits: list[float | None]
 ) -> tuple[dict[str, Any], list[Record]]:
-    """What is printed of one model, and the simulated records. `limits`: of the times to the first
-    token and per token."""
+    """The results of one model as they are printed, and the simulated records. `limits`: of the
+    times to the first token and per token."""
     config, cost = case.config, case.profile
     slos = dict(zip(("slo_ttft_s", "slo_tpot_s"), limits, strict=True))
     lengths: dict[str, Any] = {"length_scale": length_scale, "max_context": config.max_context}

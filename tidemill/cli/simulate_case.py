@@ -1,5 +1,5 @@
-"""What `tidemill simulate` simulates: rows of a trace, or a recording with its own engine and
-profile."""
+"""The case that `tidemill simulate` simulates: rows of a trace, or a recording with its own engine
+and profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tidemill simulate --what-if` prints."""
+"""The output of `tidemill simulate --what-if`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ask(
 
 
 def body_of(answer: Answer, case: RecordedCase, slo: Slo) -> dict[str, Any]:
-    """For programs."""
+    """The answer as JSON."""
 
     def one(tried: Tried) -> dict[str, Any]:
         return {

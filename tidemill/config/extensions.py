@@ -23,7 +23,7 @@ def names_of(group: str) -> tuple[str, ...]:
 
 
 def load(group: str, name: str) -> Any:
-    """What a package declares under this name; None if none does."""
+    """The object that a package declares under this name; None if none does."""
     point = _declared(group).get(name)
     if point is None:
         return None

@@ -261,6 +261,6 @@ def _sum(account: Account) -> Account:
 
 
 def _is_first(request_id: str) -> bool:
-    """Of the samples of a request."""
+    """Tells if it is the first of a request's samples."""
     _, found, index = request_id.rpartition(":")
     return not found or index == "0"

@@ -21,7 +21,7 @@ _LOOK_EVERY = 64  # requests
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """What the server adds to the engine's time of a request."""
+    """The time that the server adds to the engine's time of a request."""
 
     before_s: float = 0.0  # until the engine has it
     after_s: float = 0.0  # from when a token is there until the server has it
@@ -123,7 +123,7 @@ def run_rows(
 
 
 def _place(placement: Placement, arrival: Arrival, engines: Sequence[SimEngine]) -> int:
-    """As the server places requests in its engines."""
+    """Places requests as the server does in its engines."""
     prompt = array("Q", arrival.prompt_ids).tobytes()
     keys = prefix_keys(arrival.salt.encode(), prompt, BLOCK_LEN * 8)
     chosen = placement.choose(

@@ -173,9 +173,9 @@ def _config_of(start: ModelStart) -> EngineConfig:
 
 
 def _speculation(config: EngineConfig, drafts: DraftCounts) -> Speculation | None:
-    """As many drafts as were made on average, and so many of them right that a step yields as many
-    tokens as it did. None if next to nothing came of them: simulated sequences have drafts in each
-    step."""
+    """Makes as many drafts as were made on average, and so many of them right that a step yields as
+    many tokens as it did. None if next to nothing came of them: simulated sequences have drafts in
+    each step."""
     if (
         not config.speculate
         or drafts.num_right < _WORTH * drafts.num_steps
@@ -235,9 +235,9 @@ def _profile_of(
 
 
 def _speeds(profile: Profile, samples: Sequence[Sample]) -> tuple[float, float]:
-    """How the machine's speed varied while it recorded: others may use it, too. Of stretches of the
-    recording, the one that only a tenth was faster than, and the one that only a tenth was slower
-    than."""
+    """The changes of the machine's speed while it recorded: others may use it, too. Of stretches of
+    the recording, the one that only a tenth was faster than, and the one that only a tenth was
+    slower than."""
     each = max(len(samples) // _STRETCHES, _LEAST_STEPS)
     parts = [samples[at : at + each] for at in range(0, len(samples) - each + 1, each)]
     took = [sum(sample.seconds for sample in part) for part in parts]

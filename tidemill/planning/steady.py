@@ -277,7 +277,7 @@ class SteadyDecoding:
             )
 
     def _order(self, item: StepItem) -> tuple[Any, ...]:
-        """As in a plan: sequences that decode by their rank, then prompts."""
+        """The order of a plan: sequences that decode by their rank, then prompts."""
         request = self.scheduler.requests.get(item.seq)
         if request is None:
             return ()  # what is gone is not looked at

@@ -1,5 +1,5 @@
-"""What would have kept the SLO: the smallest change of a recorded engine that does, found by
-simulating one after the other.
+"""The search for what would have kept the SLO: the smallest change of a recorded engine that does,
+found by simulating one after the other.
 
 Changes are tried in the order of what they cost: one option that only changes an order, one with
 other sizes, one with more memory; then the best of these together with others; then more replicas.
@@ -60,7 +60,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked about."""
+    """The question."""
 
     rows: Sequence[Row]
     config: SimConfig
@@ -117,7 +117,7 @@ class Change:
 
 @dataclass(slots=True)
 class Times:
-    """Of requests: how many keep the SLO, and percentiles."""
+    """The results of requests: how many keep the SLO, and percentiles."""
 
     attainment: float
     ttft_s: dict[str, float]
@@ -408,7 +408,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines_of(answer: Answer, slo: Slo, was_engines: int) -> list[str]:
-    """What was found, for a person."""
+    """The answer in words."""
     found = answer.found
     lines = []
     if answer.num_requests < answer.num_all:

@@ -175,7 +175,7 @@ class ReplayEngine:
             self.core.abort(Abort(name, _ENDED))
 
     def drop_all(self) -> None:
-        """As if the engine had been started again."""
+        """Ends all that runs, as a new start of the engine would."""
         for name in [*self.running]:
             self.core.abort(Abort(name, "the engine was restarted"))
         while self.core.is_in_flight:

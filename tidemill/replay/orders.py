@@ -24,8 +24,8 @@ def alone(engine: ReplayEngine, requests: Sequence[RecordedRequest]) -> Iterator
 
 
 def together(engine: ReplayEngine, requests: Sequence[RecordedRequest]) -> Iterator[Running]:
-    """As many at once as the engine computes, in the recorded order, with the prefixes that they
-    share."""
+    """Sends as many at once as the engine computes, in the recorded order, with the prefixes that
+    they share."""
     left = list(reversed(requests))
     while left or engine.running:
         while left and len(engine.running) < _AT_ONCE:

@@ -45,7 +45,8 @@ class Sample:
         return list(self.ids)
 
     def digest(self) -> bytes:
-        """As it is recorded of the tokens that are recorded; empty if it cannot be known."""
+        """The digest as it is recorded of the tokens that are recorded; empty if it cannot be
+        known."""
         values = b"".join(self.values[: len(self.recorded)])
         return b"" if self.is_filled else digest_of(self.begin + values + self.end)
 

@@ -52,7 +52,7 @@ class StepTokens:
 
 
 class Attention(Protocol):
-    """What computes attention in graphs and in steps that are launched kernel by kernel."""
+    """The attention in graphs and in steps that are launched kernel by kernel."""
 
     variants: tuple[bool, ...]  # graphs with further lists (`GraphKey.has_lists`), and without
     captures_prompts: bool  # steps with prompts can be captured
@@ -75,7 +75,7 @@ class Attention(Protocol):
         ...
 
     def step(self, tokens: StepTokens, work: Work | None) -> AttentionStep:
-        """What layers are given. `work`: as `Step.run` has it."""
+        """The step that layers are given. `work`: as `Step.run` has it."""
         ...
 
 
@@ -164,7 +164,8 @@ class ListAttention:
     def part_step(
         self, tokens: StepTokens, done: torch.Tensor, paths: torch.Tensor | None = None
     ) -> CudaStep:
-        """Of a microbatch, or of drafts that are trees, each of which attends along its path."""
+        """The lists of a microbatch, or of drafts that are trees, each of which attends along its
+        path."""
         grid = tokens.grid
         lists = Lists(
             tokens.metadata,
@@ -200,6 +201,6 @@ class FlexListAttention(ListAttention):
 
 
 def _decode_grid(num_requests: int) -> int:
-    """For requests with one token each: for all their splits in a usual context, and for long ones
-    of a few."""
+    """The grid for requests with one token each: for all their splits in a usual context, and for
+    long ones of a few."""
     return max(2 * num_requests, min(64 * num_requests, 512))

@@ -33,7 +33,7 @@ NO_LISTS = Grid(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a graph of one kind of step is made for."""
+    """The key of a graph of one kind of step."""
 
     size: int  # tokens that a step is padded to
     has_lists: bool  # of a decode step: splits that sequences share; of another: decode tokens

@@ -155,7 +155,7 @@ class Microbatches:
         return self._mixed.last.finish(batch, work, graph, where, by_flash=False)
 
     def replay(self, graph: Graph, work: Work) -> tuple[int, int]:
-        """As that of a whole step, with the work of the second microbatch, if there is one."""
+        """Replays the graph of a step, with the work of the second microbatch, if there is one."""
         buffers = self._slots.buffers
         where = buffers.write(work, graph.size, graph.grid)
         if work.second_half is not None:

@@ -54,10 +54,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What a layer computes besides its feed-forward, and what it keeps of a sequence for later
-    tokens. It keeps parts of every token, or a state of constant size, or nothing where it reads
-    what another layer keeps. Fields and properties here are what the rest of the engine asks of a
-    layer, whatever its kind."""
+    """The computation of a layer besides its feed-forward, and what it keeps of a sequence for
+    later tokens. It keeps parts of every token, or a state of constant size, or nothing where it
+    reads what another layer keeps. Fields and properties here are what the rest of the engine asks
+    of a layer, whatever its kind."""
 
     tag: str  # of its kind, in messages and in the tables of kernels
     num_heads: int
@@ -344,8 +344,8 @@ _MAX_EXPERTS = 2**12
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How scores choose experts, where weights are not a plain softmax: experts are chosen by their
-    scores plus a bias, among the best groups; their scores without it are the weights."""
+    """The choice of experts by scores, where weights are not a plain softmax: experts are chosen by
+    their scores plus a bias, among the best groups; their scores without it are the weights."""
 
     score: str  # of SCORES
     has_bias: bool = False

@@ -61,7 +61,7 @@ class PageMoves(Part):
             self.wait()
 
     def done(self, step: Step) -> None:
-        """How long steps take says when it is better to compute pages again."""
+        """The time of steps says when it is better to compute pages again."""
         tiers = self.engine.scheduler.kv.offload.tiers
         if tiers is not None:
             tiers.costs.computed(
@@ -86,7 +86,7 @@ class PageMoves(Part):
 
 
 def save(engine: Engine, mover: PageMover, seconds: float = SAVE_S) -> None:
-    """What is cached goes to disk, the latest first, as far as the time allows."""
+    """The cached pages go to disk, the latest first, as far as the time allows."""
     scheduler, tiers = engine.scheduler, engine.scheduler.kv.offload.tiers
     if tiers is None or not tiers.disk.num:
         return

@@ -357,7 +357,7 @@ def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
 
 
 def weighing_of(scoring: str, renormalise: bool) -> int:
-    """How `weigh` weighs the chosen experts."""
+    """The mode in which `weigh` weighs the chosen experts."""
     assert scoring in SCORINGS
     return 2 if scoring == "scores" else int(scoring == "softmax_then_topk" and not renormalise)
 

@@ -19,7 +19,7 @@ class Energy:
 
     @staticmethod
     def of(num_gpus: int, environ: Mapping[str, str] = os.environ) -> Energy | None:
-        """Of the first so many GPUs that this process may use. None: nobody tells."""
+        """The energy of the first so many GPUs that this process may use. None: nobody tells."""
         if not num_gpus:
             return None
         try:

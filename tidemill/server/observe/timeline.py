@@ -80,8 +80,8 @@ class Span:
 
 
 class LoopTimes:
-    """What the engine's loop does, in seconds by part: that is what requests wait for between their
-    steps."""
+    """The work of the engine's loop, in seconds by part: that is what requests wait for between
+    their steps."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -131,7 +131,7 @@ class Passage:
         self.stopwatch.num_computed += self.num_samples
 
     def name_of(self, request_id: str, index: int) -> str:
-        """As the engine names a sample."""
+        """The name that the engine has for a sample."""
         return f"{request_id}:{index}" if self.num_samples > 1 else request_id
 
     def sample_ended(self) -> None:

@@ -110,8 +110,8 @@ class Usage:
 def usage_rows(
     ledgers: Sequence[Ledger], now: float
 ) -> list[tuple[str | None, str, float, float, int, int]]:
-    """For the live view: tenant, name, seconds of the device and of the host, tokens computed and
-    generated. First what is nobody's."""
+    """The rows of the live view: tenant, name, seconds of the device and of the host, tokens
+    computed and generated. First what is nobody's."""
     nobody = {"idle": Account(), "engine": Account()}
     tenants: dict[str, Account] = {}
     for ledger in ledgers:

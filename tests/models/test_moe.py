@@ -133,6 +133,24 @@ def test_dummy_weights_fill_every_part(saved):
     assert prompt_logits(model, [5, 6, 7]).isfinite().all()
 
 
+@pytest.mark.parametrize("family", ["Glm4Moe", "Dots1", "SolarOpen", "MiniMaxM2", "Ernie4_5_Moe"])
+def test_scored_experts_do_not_depend_on_the_company(family, tmp_path):
+    """Alone, among others, in chunks, cached: bit for bit."""
+    make(family).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    asked = prompts(8, model.config.vocab_size)
+    prompt = asked.pop(max(asked, key=lambda name: len(asked[name])))
+    x = {"x": (prompt, greedy(8, logprobs=2, ignore_eos=True))}
+    core = make_core(model)
+    alone = run(core, x)["x"]
+    others = {name: (tokens, greedy(6)) for name, tokens in asked.items()}
+    assert run(make_core(model), others | x)["x"] == alone
+    assert run(make_core(model, token_budget=7, max_requests=1), x)["x"] == alone
+    cached = run(core, x)["x"]
+    assert cached.last.num_cached > 0
+    assert cached == alone
+
+
 def test_a_forward_pass_is_recorded(saved):
     _, path = saved
     assert make_core(load_model(path)).runner.fallback == ""
